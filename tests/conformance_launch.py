@@ -81,8 +81,8 @@ def _in_words(error: Exception) -> str:
 
 def by_rank(kinds: Sequence[str]) -> str:
     """Say how the ranks ended, of which one failed, or not all did the same."""
-    told = [f"rank {kinds.index(kind)}: {kind}" for kind in dict.fromkeys(kinds)]
-    return f"{FAILS}: {'; '.join(told) if told[1:] else kinds[0]}"
+    results = [f"rank {kinds.index(kind)}: {kind}" for kind in dict.fromkeys(kinds)]
+    return f"{FAILS}: {'; '.join(results) if results[1:] else kinds[0]}"
 
 
 def outcomes(

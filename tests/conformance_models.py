@@ -35,7 +35,7 @@ class Model(NamedTuple):
     """
 
     build: Callable[[], nn.Module]
-    given: Callable[[], Any] | None = None
+    inputs: Callable[[], Any] | None = None
     per_rank: bool = False
     unused: bool = False
     itself: str = ""
@@ -157,7 +157,7 @@ def _clamped(m: Net, x: Tensor) -> Tensor:
 
 def _hooked() -> nn.Module:
     model = _chain()
-    model[0].register_forward_hook(lambda m, given, out: out * 2)
+    model[0].register_forward_hook(lambda m, inputs, out: out * 2)
     model[1].register_full_backward_hook(lambda m, into, out: (into[0] / 2,))
     model[2].bias.register_hook(lambda gradient: gradient * 3)
     return model
@@ -198,7 +198,7 @@ MODELS: dict[str, Model] = {
         lambda: _chain(nn.SyncBatchNorm(8)), itself="SyncBatchNorm expected input"),
     "Layer-, GroupNorm": Model(lambda: _chain(nn.LayerNorm(8), nn.GroupNorm(2, 8))),
     "dict in": Model(
-        lambda: Net(lambda m, given: m.net(given["a"] * given["b"][0]), net=_chain()),
+        lambda: Net(lambda m, x: m.net(x["a"] * x["b"][0]), net=_chain()),
         lambda: ({"a": torch.randn(ROWS, 6), "b": [torch.randn(ROWS, 6)]},)),
     "keywords in": Model(
         lambda: Net(lambda m, *, x, scale: m.net(x) * scale, net=_chain()),

@@ -69,9 +69,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def write_down(report: pytest.TestReport, file: Path = OUTCOMES) -> None:
     """Put the outcome of a test in the place of its last one; nothing else changes."""
     known = json.loads(file.read_text()) if file.exists() else {}
-    told = {"date": date.today().isoformat(), "outcome": report.outcome}
-    told |= {"seconds": round(report.duration, 1), **dict(report.user_properties)}
-    known[report.nodeid.removeprefix("tests/")] = told
+    record = {"date": date.today().isoformat(), "outcome": report.outcome}
+    record |= {"seconds": round(report.duration, 1), **dict(report.user_properties)}
+    known[report.nodeid.removeprefix("tests/")] = record
     rows = (f"{json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
     file.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 

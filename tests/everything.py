@@ -93,11 +93,11 @@ def called(
     }
     splits = {"output_split_sizes", "input_split_sizes"}
     left = {"op", "group", "algorithm", "variant"} | splits  # as they are
-    given = {p: can[p] for p in signature(function).parameters if p not in left}
-    work = function(**given)
+    arguments = {p: can[p] for p in signature(function).parameters if p not in left}
+    work = function(**arguments)
     if work is not None:
         work.wait()
-    return [*tensors(given.values())]
+    return [*tensors(arguments.values())]
 
 
 def tensors(values) -> Iterator[Tensor]:

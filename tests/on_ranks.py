@@ -19,9 +19,9 @@ def launched(n: int | tuple[int, ...], *parts: Callable, **how) -> Callable:
     @pytest.fixture(scope="module", params=n if isinstance(n, tuple) else None)
     def ranks(request) -> dict[str, list]:
         run = {"world_size": getattr(request, "param", n), "output": "none"} | how
-        told = spawn(lambda: [part() for part in parts], **run)
+        results = spawn(lambda: [part() for part in parts], **run)
         names = [part.__name__ for part in parts]
-        return dict(zip(names, map(list, zip(*told, strict=True)), strict=True))
+        return dict(zip(names, map(list, zip(*results, strict=True)), strict=True))
 
     return ranks
 
@@ -37,12 +37,12 @@ def error_of(call: Callable[[], object]) -> str:
 
 def tried(calls: dict[str, Callable[[], object]]) -> dict[str, str]:
     """On a rank: what comes of each call, how many collectives and bytes it sent."""
-    told = {}
+    results = {}
     for words, call in calls.items():
         with TorchCollectives() as collectives, ByteMeter() as meter:
             error = error_of(call)
-        told[words] = f"{error}|{collectives.count()}|{meter.total_sent}"
-    return told
+        results[words] = f"{error}|{collectives.count()}|{meter.total_sent}"
+    return results
 
 
 def assert_refused(ranks: list[dict[str, str]], kind: str = "ReplicaError: ") -> None:

@@ -8,9 +8,11 @@ import pytest
 def refused(*cases: tuple[Callable[[], object], str]) -> Callable:
     """Return a test that each call raises a ValueError which matches the words."""
 
-    @pytest.mark.parametrize(("call", "told"), cases, ids=[told for _, told in cases])
-    def test(call, told):
-        with pytest.raises(ValueError, match=told):
+    @pytest.mark.parametrize(
+        ("call", "message"), cases, ids=[message for _, message in cases]
+    )
+    def test(call, message):
+        with pytest.raises(ValueError, match=message):
             call()
 
     return test
@@ -42,17 +44,17 @@ def complaint(typed: list[str] | str, capsys, shows=False) -> tuple[int, str]:
     return code, err
 
 
-def answered(command, code: int, *cases: tuple[str, str], given=("capsys",)):
+def answered(command, code: int, *cases: tuple[str, str], fixtures=("capsys",)):
     """Return a test that a command, typed so, ends with `code` and a line with words.
 
     `given` are the fixtures under which all of it is typed.
     """
 
-    @pytest.mark.usefixtures(*given)
-    @pytest.mark.parametrize(("typed", "told"), cases, ids=[c for c, _ in cases])
-    def test(typed, told, capsys):
+    @pytest.mark.usefixtures(*fixtures)
+    @pytest.mark.parametrize(("typed", "message"), cases, ids=[c for c, _ in cases])
+    def test(typed, message, capsys):
         ended, line = complaint(f"{command} {typed}", capsys)
-        assert ended == code and told in line, line
+        assert ended == code and message in line, line
         assert ("--help" in line) == (code == 2), line
 
     return test

@@ -36,15 +36,15 @@ def test_all_are_measured_in_turns_and_none_always_first():
         return lambda: called.append(name) or results.pop(0)
 
     sides = {name: side(name, [*t]) for name, t in times.items()}
-    told = in_turns(sides, 4, repeat=0)
-    assert told[0] == times
+    found = in_turns(sides, 4, repeat=0)
+    assert found[0] == times
     order = "".join(called)
     assert order[:2] == order[3:1:-1] and order[4:6] == order[7:5:-1]
-    calm = [(told[0], [(1.0, 1.0, 1.0)] * 4)]
-    [made] = rows_of("c", [Pair("A", "B"), Pair("A", "nobody")], calm)
+    calm = [(found[0], [(1.0, 1.0, 1.0)] * 4)]
+    [row] = rows_of("c", [Pair("A", "B"), Pair("A", "nobody")], calm)
     # One busy moment, 100, moves a mean to 26.5; it must not move a median.
-    assert (made["ours"], made["theirs"]) == (2.5, 25)
-    assert made["paired"] == pytest.approx((1 / 40 + 3 / 20) / 2, abs=0.1)
+    assert (row["ours"], row["theirs"]) == (2.5, 25)
+    assert row["paired"] == pytest.approx((1 / 40 + 3 / 20) / 2, abs=0.1)
 
 
 def test_calls_are_timed_after_one_that_does_not_count():
@@ -178,7 +178,7 @@ test_bench_refuses_before_it_measures = answered(
     ("tiny --json no/such/f", "cannot write no/such/f: there is no folder"),
     ("tiny --json /tmp", "cannot write /tmp: it is a folder"),
     ("tiny --figure /tmp/x.doc", "its name must end in .svg, .png, .pdf"),
-    given=["nothing_is_measured"],
+    fixtures=["nothing_is_measured"],
 )
 
 
@@ -248,8 +248,8 @@ def test_turns_that_others_disturbed_are_left_out_if_enough_remain():
 
 def test_what_others_took_is_neither_idle_nor_ours(tmp_path):
     # Two of our processes, 1 and 0.5 s of CPU in 2 s; the machine was busy for 2.5 s.
-    told = [(1.0, 2.5, 2.0), (0.5, 2.4, 1.9)]
-    assert turns.share(told, cores=2) == pytest.approx(0.25)
+    results = [(1.0, 2.5, 2.0), (0.5, 2.4, 1.9)]
+    assert turns.share(results, cores=2) == pytest.approx(0.25)
     assert turns.share([(3.0, 2.5, 2.0)], cores=2) == 0.0
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 20 30 9999 888 4 6 40 0 0\ncpu0 1 1 1\n")
@@ -283,8 +283,8 @@ def test_each_collective_stands_beside_its_own_kind():
     times = {name: [1.0] for name in ("ring", "reduce_scatter", "all_gather")}
     times |= {"gloo all_reduce": [2.0], "again": [9.0], "registered": [0.5]}
     times |= {"gloo reduce_scatter": [3.0], "gloo all_gather": [4.0]}
-    limits, told = {"memory": 100.0, "loopback": 50.0}, [(times, [(1.0, 1.0, 1.0)])]
-    found = all_reduce.rows_of_size(4, 1 << 20, told, limits)
+    limits, results = {"memory": 100.0, "loopback": 50.0}, [(times, [(1.0, 1.0, 1.0)])]
+    found = all_reduce.rows_of_size(4, 1 << 20, results, limits)
     seen = {(r["variant"], r["metric"]): (r["ours"], r["theirs"]) for r in found}
     assert seen["reduce_scatter", "seconds"] == (1, 3)
     assert seen["all_gather", "seconds"] == (1, 4)

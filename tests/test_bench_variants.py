@@ -31,32 +31,34 @@ def after_three_steps() -> dict[str, list[tuple]]:
 
     And the times of two turns of DDP's.
     """
-    told = {}
+    results = {}
     for contest, variants in CONTESTS.items():
-        told[contest] = []
+        results[contest] = []
         for name, make in variants.items():
-            made = []
+            models = []
 
-            def noted(model, make=make, made=made):
-                made.append(model)
-                made.extend(make(model))
-                return made[1], made[2]
+            def noted(model, make=make, models=models):
+                models.append(model)
+                models.extend(make(model))
+                return models[1], models[2]
 
             step = steps.step_of(noted, CASE)
             for _ in range(3):
                 step()
-            model, parallel, optimizer = made
+            model, parallel, optimizer = models
             if contest == "tp":  # what else its `OneBatch` hides
                 model = parallel = getattr(parallel, "module", parallel)
             states = resident(getattr(optimizer, "optim", optimizer))
             kept = states["optimizer states"], own_numel(parallel)
             head = head_of(model, parallel)
-            told[contest].append((name, None if head is None else head.clone(), *kept))
+            results[contest].append(
+                (name, None if head is None else head.clone(), *kept)
+            )
     mine = torch.full((2, 3), dist.get_rank())
     one = steps.OneBatch(lambda x, y: x)
-    told["batches"] = torch.stack([one(mine, mine), one(mine + 5, mine)])
-    told["times"] = steps.measure(ddp.VARIANTS, CASE, 60.0)[0]
-    return told
+    results["batches"] = torch.stack([one(mine, mine), one(mine + 5, mine)])
+    results["times"] = steps.measure(ddp.VARIANTS, CASE, 60.0)[0]
+    return results
 
 
 def head_of(model, parallel) -> torch.Tensor | None:
@@ -80,9 +82,9 @@ def ranks():
 
 @pytest.mark.parametrize("contest", CONTESTS)
 def test_all_variants_do_the_same_work(contest, ranks):
-    for told in ranks:
-        reference = told[contest][0][1]
-        for name, weight, *_ in told[contest]:
+    for result in ranks:
+        reference = result[contest][0][1]
+        for name, weight, *_ in result[contest]:
             if weight is not None:
                 error = (weight - reference).abs().max().item()
                 same = error < (1e-5 if contest == "tp" else 1e-6)  # of 3e-4
@@ -91,20 +93,20 @@ def test_all_variants_do_the_same_work(contest, ranks):
 
 def test_they_shard_what_they_say(ranks):
     whole = TINY.num_parameters
-    for rank, told in enumerate(ranks):
-        for name, _, states, _ in (*told["ZRO"], *told["fully_shard"]):
+    for rank, result in enumerate(ranks):
+        for name, _, states, _ in (*result["ZRO"], *result["fully_shard"]):
             assert states < 0.7 * 2 * 4 * whole, name
-        for name, _, _, numel in told["tp"]:
+        for name, _, _, numel in result["tp"]:
             alone = 1 if rank else whole
             right = numel == alone if name == "one rank alone" else numel < 0.6 * whole
             assert right, name
-        assert not told["batches"].any()  # all work on rank 0's
+        assert not result["batches"].any()  # all work on rank 0's
 
 
 def test_every_variant_is_timed_on_every_rank(ranks):
-    for told in ranks:
-        assert set(told["times"]) == set(ddp.VARIANTS)
-        for turns in told["times"].values():
+    for result in ranks:
+        assert set(result["times"]) == set(ddp.VARIANTS)
+        for turns in result["times"].values():
             assert len(turns) == 2 and min(turns) > 0
 
 
@@ -146,9 +148,9 @@ def test_rows_compare_the_slowest_ranks_and_pair_the_turns():
 
 def test_peaks_are_those_of_the_rank_that_needs_most():
     names = ["zero3 gloo", "zero3 gloo kept", "fully_shard best", "fully_shard kept"]
-    told = [dict.fromkeys(names, 100) for _ in range(2)]
-    told[1]["zero3 gloo"] = 120
-    first, second = zero.peak_rows(steps.Case(2, "1m", 128, 1), told)
+    results = [dict.fromkeys(names, 100) for _ in range(2)]
+    results[1]["zero3 gloo"] = 120
+    first, second = zero.peak_rows(steps.Case(2, "1m", 128, 1), results)
     assert (first["ours"], first["theirs"], first["ratio"]) == (120, 100, 1.2)
     assert second["ratio"] == 1
 
@@ -156,11 +158,11 @@ def test_peaks_are_those_of_the_rank_that_needs_most():
 def test_bubbles_are_the_share_that_is_not_work():
     busy = 3 * pp.MICROBATCHES * 0.03
     times = {
-        f"{s} {whose}": [busy / 0.75] for s in pp.THEIRS for whose in ("ours", "theirs")
+        f"{s} {side}": [busy / 0.75] for s in pp.THEIRS for side in ("ours", "theirs")
     }
     times["1f1b ours"] = [busy / 0.8]
-    told = [(times, [(1.0, 1.0, 1.0)])] * 4
-    rows = {(r["variant"], r["beside"]): r for r in pp.bubble_rows(4, told, 0.03)}
+    results = [(times, [(1.0, 1.0, 1.0)])] * 4
+    rows = {(r["variant"], r["beside"]): r for r in pp.bubble_rows(4, results, 0.03)}
     assert rows["bubble of gpipe", "ScheduleGPipe"]["ratio"] == pytest.approx(1)
     assert rows["bubble of 1f1b", "Schedule1F1B"]["ours"] == pytest.approx(0.2)
     assert rows["bubble of 1f1b", pp.ASKED]["theirs"] == pytest.approx(3 / 11)
@@ -176,14 +178,16 @@ def test_seconds_per_gradient_are_those_of_the_formula_if_nothing_else_takes_tim
         times = [1.0] * (async_.WORKERS - 1) + [slower]
         record = simulate_run(rule, times, 240)
         took = async_.per_gradient(record, rule.bound)
-        told = gradients_per_second(way, times, rule.spare)
-        assert took == pytest.approx(1 / told, rel=0.05)
+        results = gradients_per_second(way, times, rule.spare)
+        assert took == pytest.approx(1 / results, rel=0.05)
     every = record.seconds / record.steps  # steps are not what is counted
     assert (took == pytest.approx(every)) == (way == "asynchronous")
 
 
 def test_what_is_pulled_and_pushed_is_told_by_all_contenders():
-    told = spawn(async_.pull_and_push, 3, 64, world_size=2, output="none", timeout=60)
-    rows = {row["variant"]: row for row in rows_of("", async_.PAIRS, told)}
+    results = spawn(
+        async_.pull_and_push, 3, 64, world_size=2, output="none", timeout=60
+    )
+    rows = {row["variant"]: row for row in rows_of("", async_.PAIRS, results)}
     assert "server" in rows
     assert ("rpc" in rows) == torch.distributed.rpc.is_available()

@@ -33,8 +33,13 @@ def small(folder: Path, **changes) -> Checkpoints:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    given = {"every": 2, "model": model, "optimizer": optimizer, "settings": {"lr": 1}}
-    return Checkpoints(folder, **given | changes)
+    options = {
+        "every": 2,
+        "model": model,
+        "optimizer": optimizer,
+        "settings": {"lr": 1},
+    }
+    return Checkpoints(folder, **options | changes)
 
 
 def names(folder: Path) -> list[str]:
@@ -361,11 +366,11 @@ def test_all_ranks_say_what_is_wrong_with_a_checkpoint(tmp_path):
     train(2, **CURVE, checkpoint=tmp_path)
     (tmp_path / "step-00000002.pt").write_bytes(b"spoilt")
 
-    def told():
+    def attempt():
         how = {"checkpoint": tmp_path}
         return said(CheckpointError, train, 4, **CURVE, **how)
 
-    texts = spawn(told, world_size=3, timeout=60)
+    texts = spawn(attempt, world_size=3, timeout=60)
     assert len(set(texts)) == 1
     assert "rank 0: " in texts[0] and "cannot be read" in texts[0]
 
@@ -400,7 +405,7 @@ def test_threads_and_ranks_do_not_mix():
 def test_on_step_is_called_by_rank_0_after_every_step():
     def steps():
         seen = []
-        losses = train(3, **CURVE, on_step=lambda *told: seen.append(told)).losses
+        losses = train(3, **CURVE, on_step=lambda *message: seen.append(message)).losses
         return seen, list(enumerate(losses, 1))
 
     (seen, expected), (seen_by_rank_1, _) = spawn(steps, world_size=2)

@@ -79,11 +79,11 @@ def test_every_command_has_help_with_an_example_of_itself(capsys):
     for command in ("", *COMMANDS):
         with pytest.raises(SystemExit, match="0"):
             main([*command.split(), "--help"])
-        told = capsys.readouterr().out
+        output = capsys.readouterr().out
         if command:
-            assert f"ddp-course {command}" in told.split("examples:")[1]
+            assert f"ddp-course {command}" in output.split("examples:")[1]
         else:
-            assert told == shown
+            assert output == shown
 
 
 def test_help_does_not_wait_for_pytorch_and_yet_names_what_there_is():
@@ -114,14 +114,14 @@ def test_ctrl_c_while_pytorch_is_imported(tmp_path):
     command = begun("doctor", os.environ | {"PYTHONPATH": str(tmp_path)})
     assert command.stdout.readline() == "\n"
     command.send_signal(signal.SIGINT)
-    told = command.communicate(timeout=30)[1]
-    assert (command.returncode, told) == (130, "ddp-course: stopped\n")
+    output = command.communicate(timeout=30)[1]
+    assert (command.returncode, output) == (130, "ddp-course: stopped\n")
 
 
 def test_what_nobody_can_write_is_told(capsys):
-    told = complaint("plan --preset 1m --json /dev/full", capsys, shows=True)
+    output = complaint("plan --preset 1m --json /dev/full", capsys, shows=True)
     full = "No space left on device\n"
-    assert told == (1, f"ddp-course: cannot write /dev/full: {full}")
+    assert output == (1, f"ddp-course: cannot write /dev/full: {full}")
     with Path("/dev/full").open("w") as nowhere:
         typed = [sys.executable, "-m", "ddp_course.cli", "plan", "--preset", "1m"]
         done = subprocess.run(typed, stdout=nowhere, stderr=subprocess.PIPE, text=True)
@@ -167,7 +167,7 @@ test_what_does_not_exist_is_answered_in_one_line = answered(
     ("run nix.ipynb", "no file nix.ipynb"),
     ("lab --ip no.such.host.invalid", "no.such.host.invalid"),
     ("lab --ip 192.0.2.1", "192.0.2.1"),  # an address of no machine (RFC 5737)
-    given=["clone"],
+    fixtures=["clone"],
 )
 
 
@@ -252,10 +252,10 @@ USUAL = doctor.Machine(2, 2, 2**34, 2**34, (), ("gloo",), shared_memory=2**33)
     ],
 )
 def test_the_doctor_says_what_runs_how(differences, phrases):
-    told = doctor.advice(replace(USUAL, **differences))
-    assert [phrase for phrase in phrases if phrase not in " ".join(told)] == []
+    results = doctor.advice(replace(USUAL, **differences))
+    assert [phrase for phrase in phrases if phrase not in " ".join(results)] == []
     scarce = any(differences.get(name) for name in ("memory", "shared_memory"))
-    assert len(told) == 1 + scarce  # it warns only when there is a reason
+    assert len(results) == 1 + scarce  # it warns only when there is a reason
 
 
 def test_the_doctor_tells_what_a_container_takes_away():
@@ -269,9 +269,14 @@ def test_the_doctor_tells_what_a_container_takes_away():
 def test_the_doctor_tells_when_gpus_were_tried(tmp_path):
     file, today = tmp_path / "results.json", date(2026, 3, 9)
     assert "never tested on a GPU" in doctor.tried_on_gpus(file)
-    told = {"date": "2026-02-27", "gpus": ["H100", "H100"], "torch": "2.13.0"}
-    told |= {"nccl": "2.27", "passed": ["a", "b"], "failed": ["memory"], "skipped": []}
-    file.write_text(json.dumps(told))
+    record = {"date": "2026-02-27", "gpus": ["H100", "H100"], "torch": "2.13.0"}
+    record |= {
+        "nccl": "2.27",
+        "passed": ["a", "b"],
+        "failed": ["memory"],
+        "skipped": [],
+    }
+    file.write_text(json.dumps(record))
     assert doctor.tried_on_gpus(file, today) == (
         "On GPUs (H100, torch 2.13.0, NCCL 2.27) 2 tests passed 10 days ago, failed: "
         "memory."
@@ -290,8 +295,10 @@ def test_spawn_doctor_proves_itself(capsys):
 def test_spawn_the_doctor_fails_when_the_ranks_do_not_talk(monkeypatch, capsys):
     alone = partial(proofs.prove_all_reduce, fn=lambda: here().rank + 1)
     monkeypatch.setattr(doctor, "prove_all_reduce", alone)
-    code, told = complaint("doctor", capsys, shows=True)
-    assert code == 1 and "returned [1, 2, 3, 4] on the ranks; each must get 10" in told
+    code, output = complaint("doctor", capsys, shows=True)
+    assert (
+        code == 1 and "returned [1, 2, 3, 4] on the ranks; each must get 10" in output
+    )
 
 
 def tiny_training(spoil=lambda module: None):
@@ -364,9 +371,9 @@ def no_server(monkeypatch):
 def test_a_port_that_is_taken(clone, no_server, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, told = complaint(f"lab --port {port}", capsys)
-    assert code == 1 and f"port {port} is taken" in told
-    instead = int(re.search(r"ddp-course lab --port (\d+)$", told)[1])
+        code, output = complaint(f"lab --port {port}", capsys)
+    assert code == 1 and f"port {port} is taken" in output
+    instead = int(re.search(r"ddp-course lab --port (\d+)$", output)[1])
     assert lab_options.is_free(instead, "localhost") and instead > port
     assert lab_options.is_free(port, "localhost")  # given up, so it is free
     assert 1024 <= lab_options.next_free(65535, "localhost") < 65535
@@ -402,8 +409,8 @@ def test_where_a_browser_can_be_shown(environ, platform, obstacle):
 
 def test_the_tunnel_leads_to_the_address_that_ssh_used():
     environ = {"SSH_CONNECTION": "10.0.0.9 50000 10.0.0.5 22"}
-    told = lab.tunnel(8889, environ)
-    assert re.search(r"`ssh -L 8889:localhost:8889 \S+@10.0.0.5`", told)
+    output = lab.tunnel(8889, environ)
+    assert re.search(r"`ssh -L 8889:localhost:8889 \S+@10.0.0.5`", output)
     assert f"@{socket.gethostname()}`" in lab.tunnel(8889, {})
 
 

@@ -107,25 +107,25 @@ def alone(config: GPTConfig) -> Steps:
 def flat(state: dict) -> dict[str, Tensor]:
     """Return an optimizer's state as tensors by name, which parameters it has, too."""
     numbers = [n for group in state.get("param_groups", ()) for n in group["params"]]
-    told = {"the numbers of all parameters": torch.tensor(numbers)}
+    results = {"the numbers of all parameters": torch.tensor(numbers)}
     for number, values in state.get("state", {}).items():
-        told |= {f"{name} of {number}": value for name, value in values.items()}
-    return told
+        results |= {f"{name} of {number}": value for name, value in values.items()}
+    return results
 
 
-MADE: dict[str, Axes] = {}
+AXES_OF: dict[str, Axes] = {}
 
 
 def axes_of(mesh: Mesh) -> Axes:
     """Make the groups of a mesh, once: all compositions of it have the same."""
-    if str(mesh) not in MADE:
-        MADE[str(mesh)] = make_groups(mesh)
-    return MADE[str(mesh)]
+    if str(mesh) not in AXES_OF:
+        AXES_OF[str(mesh)] = make_groups(mesh)
+    return AXES_OF[str(mesh)]
 
 
-def together(told: dict, config: GPTConfig, wrong: str | None = None) -> Steps:
+def together(results: dict, config: GPTConfig, wrong: str | None = None) -> Steps:
     """The same on all ranks, divided as told; perhaps with a mistake."""
-    layout = layout_for(dist.get_world_size(), **told)
+    layout = layout_for(dist.get_world_size(), **results)
     axes = axes_of(layout.mesh)
     model = parallelize(frozen_in_part(config), layout, axes)
     optimizer = optimizer_for(model, layout, axes, LR)
@@ -165,12 +165,12 @@ def all_compositions() -> dict[str, dict]:
     """One launch for all: starting ranks takes longer than these steps."""
     return {
         "plain": {name: together(COMPOSITIONS[name], SMALL) for name in PLAIN},
-        "tied": {name: together(told, TIED) for name, told in COMPOSITIONS.items()},
+        "tied": {name: together(result, TIED) for name, result in COMPOSITIONS.items()},
         "wrong": {
             name: together(COMPOSITIONS[name], SMALL, "norms of the parts")
             for name in ("dp 2 x tp 2 x pp 2, 1f1b", "zero3 x tp 2")
         },
-        "metered": {name: metered(told) for name, told in METERED.items()},
+        "metered": {name: metered(result) for name, result in METERED.items()},
     }
 
 
@@ -203,8 +203,8 @@ def found() -> list[dict[str, dict]]:
 def test_a_composition_trains_as_one_process(found, kind, name):
     right = alone(TIED if kind == "tied" else SMALL)
     assert problem(found[0][kind][name], right) is None
-    for told in found:  # all ranks say the same of loss and norm
-        assert [s[:2] for s in told[kind][name]] == [
+    for result in found:  # all ranks say the same of loss and norm
+        assert [s[:2] for s in result[kind][name]] == [
             s[:2] for s in found[0][kind][name]
         ]
 
@@ -225,8 +225,8 @@ def test_what_is_compared_is_sharp_enough():
             (loss, norm, {name: value + by * LR for name, value in state.items()})
             for loss, norm, state in right
         ]
-        told = problem(planted, right)
-        assert told is None if words is None else words in told
+        results = problem(planted, right)
+        assert results is None if words is None else words in results
 
 
 # ---- what a rank keeps, and what it sends along each axis ----------------------------
@@ -255,10 +255,10 @@ class Metered:
     step_counts: int
 
 
-def metered(told: dict) -> Metered:
+def metered(results: dict) -> Metered:
     """Train three steps, and look at the third."""
     gc.collect()  # the model before this one
-    layout = layout_for(dist.get_world_size(), **told)
+    layout = layout_for(dist.get_world_size(), **results)
     axes, rank = axes_of(layout.mesh), dist.get_rank()
     dist.all_reduce = ring  # PyTorch's own are not counted
     data_parallel_axis.WRAPPERS = {"ddp": partial(Counted, all_reduce=ring)}
@@ -298,16 +298,18 @@ def layer_of(name: str) -> int:
     return {"embed": 0, "head": SMALL.n_layer + 1}[first]
 
 
-def expected(found: Metered, told: dict) -> tuple[dict[str, Fraction], dict[str, int]]:
+def expected(
+    found: Metered, results: dict
+) -> tuple[dict[str, Fraction], dict[str, int]]:
     """The same by the formulas."""
-    mesh = layout_for(8, **told).mesh.sizes
+    mesh = layout_for(8, **results).mesh.sizes
     replicas = mesh.get("replicate", 1)
     how = {
         "stages": [range(found.layers[0], found.layers[-1] + 1)],
         "dp": mesh.get("dp", replicas * mesh.get("shard", 1)),
         "tp": mesh.get("tp", 1),
         "replicas": replicas,
-        "zero": told.get("zero", 0),
+        "zero": results.get("zero", 0),
         "buffers": found.buffers,
         "precision": "fp32",
     }

@@ -152,7 +152,7 @@ OPTIMS: tuple[Optim, ...] = (
 
 # ---- one process ---------------------------------------------------------------------
 
-Told = tuple[Sequence[float], Mapping[str, Any]]  # losses, the state at the end
+Outcome = tuple[Sequence[float], Mapping[str, Any]]  # losses, the state at the end
 WORDS = {  # to what else than one process with the whole batch a strategy may be equal
     "first": "each rank's rows alone, every forward with the first rank's buffers",
     "own": "each rank's rows alone, with buffers of its own",
@@ -161,7 +161,7 @@ WORDS = {  # to what else than one process with the whole batch a strategy may b
 }
 
 
-def made(name: str) -> tuple[nn.Module, Optim]:
+def model_and_optimizer(name: str) -> tuple[nn.Module, Optim]:
     """Return a model, always with the same numbers, and what trains it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -170,10 +170,10 @@ def made(name: str) -> tuple[nn.Module, Optim]:
 
 def batch(name: str, step: int, part: int = 0, parts: int = 1) -> tuple[Any, Tensor]:
     """Return a part of a step's rows: the arguments of a call, and the targets."""
-    given = MODELS[name].given or _drawn(6)
+    inputs = MODELS[name].inputs or _drawn(6)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1 + step)
-        both = given(), torch.randn(ROWS, dtype=_F64)
+        both = inputs(), torch.randn(ROWS, dtype=_F64)
     rows = slice(part * ROWS // parts, (part + 1) * ROWS // parts)
     return tree_map_only(
         Tensor, lambda t: t.detach()[rows].requires_grad_(t.requires_grad), both
@@ -182,19 +182,19 @@ def batch(name: str, step: int, part: int = 0, parts: int = 1) -> tuple[Any, Ten
 
 def score(output: Any, y: Tensor) -> Tensor:
     """Return a loss of whatever a model returns: a mean over rows."""
-    told: Any = 0
+    results: Any = 0
     for t in tensors_in(output):
         flat = (torch.view_as_real(t) if t.is_complex() else t).flatten(1).double()
-        told = told + flat @ torch.arange(1.0, 1 + flat.shape[1]).cos().double()
-    return (told - y).square().mean()
+        results = results + flat @ torch.arange(1.0, 1 + flat.shape[1]).cos().double()
+    return (results - y).square().mean()
 
 
-def loss_of(model: nn.Module, given: Any, y: Tensor) -> Tensor:
+def loss_of(model: nn.Module, inputs: Any, y: Tensor) -> Tensor:
     """Go forward and backward; return the loss."""
-    has_targets = isinstance(given, tuple) and len(given) > 1  # the course's GPT
+    has_targets = isinstance(inputs, tuple) and len(inputs) > 1  # the course's GPT
     if isinstance(model, PipelineParallel):
-        return model.step(given[0], given[1] if has_targets else y)
-    output = model(**given) if isinstance(given, dict) else model(*given)
+        return model.step(inputs[0], inputs[1] if has_targets else y)
+    output = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     loss = output[1] if has_targets else score(output, y)
     loss.backward()
     return loss.detach()
@@ -203,13 +203,13 @@ def loss_of(model: nn.Module, given: Any, y: Tensor) -> Tensor:
 @cache
 def alone(
     name: str, parts: int = 1, buffers: str = "first", zeros: bool = False
-) -> Told:
+) -> Outcome:
     """Train in one process; return the losses, and the state at the end.
 
     The rows come in so many parts, whose gradients are averaged. What becomes of the
     buffers, and of missing gradients (`zeros`), is said in WORDS.
     """
-    model, optim = made(name)
+    model, optim = model_and_optimizer(name)
     parameters, losses = list(model.parameters()), []
     trained = [p for p in parameters if p.requires_grad]
     optimizer, ends = optim(parameters), [[b.clone() for b in model.buffers()]] * parts
@@ -239,7 +239,7 @@ def _put(numbers: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
         tensor.copy_(values)
 
 
-def difference(one: Told, other: Told) -> str:
+def difference(one: Outcome, other: Outcome) -> str:
     """Return what is not equal first, in words, or "".
 
     As near as the least precise type of the model allows: 1e-4 for float32. A loss of a
@@ -290,7 +290,7 @@ class Run:
         self.strategies, self.name, self.strategy = strategies, name, strategy
         ranks = dist.get_rank(), dist.get_world_size()
         self.part = (0, 1) if strategy in WHOLE_BATCH else ranks
-        model, optim = made(name)
+        model, optim = model_and_optimizer(name)
         self.names = [name for name, _ in model.named_parameters()]
         # Buffers are compared with the first rank's.
         self.others = dict(model.named_buffers()) if ranks[0] else {}
@@ -375,7 +375,7 @@ def unequal(one: Any, other: Any, where: str = "the state") -> str:
     return "" if same else f"{where} is another one"
 
 
-def compared(name: str, strategy: str, told: Told) -> str:
+def compared(name: str, strategy: str, results: Outcome) -> str:
     """Say to what the outcome is equal, of what this strategy promises."""
     model, size = MODELS[name], dist.get_world_size()
     ways: list[tuple[Any, ...]] = [(1, "first")]
@@ -384,7 +384,7 @@ def compared(name: str, strategy: str, told: Told) -> str:
     elif model.per_rank and strategy not in WHOLE_BATCH:
         ways = [(size, "first" if strategy in SENDS_BUFFERS else "own")]
     ways += [(*way, True) for way in ways if model.unused]
-    found = [difference(told, alone(name, *way)) for way in ways]
+    found = [difference(results, alone(name, *way)) for way in ways]
     if "" not in found:
         return f"{FAILS}: {found[0]}"
     parts, buffers, *zeros = ways[found.index("")]

@@ -123,8 +123,8 @@ class Script:
     def optimizer(self, kind: type[Optimizer], params: Any, **options: Any) -> None:
         """Make one more optimizer."""
         own = SHARDED.get(self.way)
-        made = own(params, kind, **options) if own else kind(params, **options)
-        self.optimizers.append(made)
+        optimizer = own(params, kind, **options) if own else kind(params, **options)
+        self.optimizers.append(optimizer)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this rank's rows."""

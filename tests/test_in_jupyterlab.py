@@ -31,9 +31,9 @@ SERVE = """
 import sys
 from pathlib import Path
 from ddp_course.commands.lab import arguments, initialized
-told = arguments(Path(sys.argv[1]), int(sys.argv[2]), "127.0.0.1")
-told.append("--LabApp.expose_app_in_browser=True")
-initialized(told).start()
+args = arguments(Path(sys.argv[1]), int(sys.argv[2]), "127.0.0.1")
+args.append("--LabApp.expose_app_in_browser=True")
+initialized(args).start()
 """
 LOOK = """() => {
   const wrong = [], shown = '.jp-OutputArea-output, .jp-MarkdownOutput';
@@ -85,7 +85,7 @@ MOVE = """async () => {
     }
     return false;
   };
-  const told = {}, menus = controls.flatMap((c) => [...c.querySelectorAll('select')]);
+  const states = {}, menus = controls.flatMap((c) => [...c.querySelectorAll('select')]);
   for (const control of controls) {
     const name = control.querySelector('label')?.textContent;
     const handle = control.querySelector('.noUi-handle');
@@ -100,9 +100,9 @@ MOVE = """async () => {
         await wait(500);
         found = await answers(change);
       }
-    told[name] = found ? 'answers' : 'stands still';
+    states[name] = found ? 'answers' : 'stands still';
   }
-  return told;
+  return states;
 }"""
 STILL = """
 from ddp_course.lab import *
@@ -127,8 +127,8 @@ def lab(tmp_path_factory):
     for source, tags in (("2 / 0", ["raises-exception"]), ("1 / 0", []), (STILL, [])):
         run = {"execution_count": None, "outputs": [], "metadata": {"tags": tags}}
         cells.append({"cell_type": "code", "source": source, **run})
-    told = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    planted = {"cells": cells, "metadata": told, "nbformat": 4, "nbformat_minor": 4}
+    results = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    planted = {"cells": cells, "metadata": results, "nbformat": 4, "nbformat_minor": 4}
     (root / "notebooks/planted.ipynb").write_text(json.dumps(planted))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -199,7 +199,7 @@ def test_chapters_are_shown_whole_and_in_words(lab, page):
         for width in WIDTHS:
             show(page, lab.format(path.name), width)
             wrong[path.name, width] = faults(page)
-    assert {place: told for place, told in wrong.items() if told} == {}
+    assert {place: result for place, result in wrong.items() if result} == {}
 
 
 def test_a_cell_that_fails_and_a_widget_that_stands_still_are_caught(lab, page):

@@ -71,16 +71,16 @@ def files(folder):
 
 
 def test_a_copy_is_whole_and_its_figures_are_trusted(course):
-    mine, told = copy.learners_copy(None)
+    mine, results = copy.learners_copy(None)
     assert mine == Path.cwd() / "ddp-course"
-    assert told == [f"Your copy of the course: {mine}"]
+    assert results == [f"Your copy of the course: {mine}"]
     record = {learners_copy.RECORD: (mine / learners_copy.RECORD).read_bytes()}
     assert files(mine).keys() == files(course).keys() | record.keys()
     for name in files(course):
         assert copy.words(mine / name) == copy.words(course / name)
     notebook = nbformat.read(mine / "notebooks/01_ranks.ipynb", as_version=4)
     assert NotebookNotary().check_signature(notebook)
-    assert copy.learners_copy(None) == (mine, told)  # nothing is new
+    assert copy.learners_copy(None) == (mine, results)  # nothing is new
 
 
 def test_a_copy_says_of_python_what_a_kernel_says(course):
@@ -88,8 +88,8 @@ def test_a_copy_says_of_python_what_a_kernel_says(course):
     mine, _ = copy.learners_copy(None)
     for folder, same in ((mine, True), (course, False)):
         notebook = nbformat.read(folder / "notebooks/01_ranks.ipynb", as_version=4)
-        told = notebook.metadata.get("language_info", {})
-        assert (told == IPythonKernel.language_info) == same
+        results = notebook.metadata.get("language_info", {})
+        assert (results == IPythonKernel.language_info) == same
 
 
 def test_every_link_of_a_copy_leads_somewhere(course, tmp_path):
@@ -141,8 +141,8 @@ def test_what_is_new_comes_and_what_the_learner_wrote_stays(course):
     for name in NAMES:
         write(course, name, f"{name} = 2")
     (course / "images/map.svg").write_text("<svg></svg>")
-    told = copy.refresh(course, mine)
-    assert told == [
+    results = copy.refresh(course, mine)
+    assert results == [
         "images/map.svg is new",
         "notebooks/00_start_here.ipynb has your changes; the new one is "
         "00_start_here.new.ipynb",
@@ -182,7 +182,7 @@ def test_planted_copies_that_lose_something_are_caught(course, monkeypatch, wron
 def test_a_folder_that_is_something_else_is_left_alone(course):
     (Path.cwd() / "ddp-course").mkdir()
     (Path.cwd() / "ddp-course/letter.txt").write_text("dear")
-    with pytest.raises(CommandError, match="no copy that .* name another folder"):
+    with pytest.raises(CommandError, match="not a copy that .* name another folder"):
         copy.learners_copy(None)
     assert list(files(Path.cwd())) == ["ddp-course/letter.txt"]
     with pytest.raises(CommandError, match="cannot write your copy"):
@@ -270,7 +270,7 @@ def test_the_notebooks_of_a_wheel_are_found(course, tmp_path, monkeypatch):
 
 
 def test_a_copy_that_was_interrupted_goes_on(course):
-    mine, told = copy.learners_copy(None)
+    mine, results = copy.learners_copy(None)
     write(mine, "00_start_here", "answer = 42")
     (mine / "notebooks/01_ranks.ipynb").unlink()
     (mine / learners_copy.RECORD).write_text("{")

@@ -77,26 +77,28 @@ def test_closed_form_counts_every_parameter_once(config):
 
 def test_docstring_lists_every_parameter_with_its_shape():
     row = re.compile(r"^ +([\w.]+\.(?:weight|bias)) +\(([\d, ]+)\) +([\d,]+)", re.M)
-    told = {}
+    results = {}
     for name, shape, count in row.findall(model_module.__doc__):
-        told[name] = tuple(int(n) for n in re.findall(r"\d+", shape))
-        assert math.prod(told[name]) == int(count.replace(",", ""))
+        results[name] = tuple(int(n) for n in re.findall(r"\d+", shape))
+        assert math.prod(results[name]) == int(count.replace(",", ""))
     model = build_gpt("1m")
     true = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert told == {k: v for k, v in true.items() if not re.match(r"blocks\.[1-9]", k)}
+    assert results == {
+        k: v for k, v in true.items() if not re.match(r"blocks\.[1-9]", k)
+    }
     for i in (1, 2, 3):
         assert all(
             true[name.replace("blocks.0.", f"blocks.{i}.")] == shape
-            for name, shape in told.items()
+            for name, shape in results.items()
         )
 
 
 def test_docstring_lists_every_activation_with_its_shape():
     rows = re.findall(r"^ +([a-z].*?)  +\((8, [\d, ]+)\)", model_module.__doc__, re.M)
-    told = {name: tuple(int(n) for n in shape.split(",")) for name, shape in rows}
+    results = {name: tuple(int(n) for n in shape.split(",")) for name, shape in rows}
     model, seen = build_gpt("1m"), {}
     for name, module in model.named_modules():
-        if name in told:
+        if name in results:
             module.register_forward_hook(
                 lambda _m, _args, out, name=name: seen.update({name: tuple(out.shape)})
             )
@@ -104,7 +106,7 @@ def test_docstring_lists_every_activation_with_its_shape():
     b, t, h, d = 8, 64, 12, 12
     seen["q, k and v each"] = seen["mixed values"] = (b, h, t, d)
     seen["attention weights"] = (b, h, t, t)
-    assert told == seen
+    assert results == seen
 
 
 def test_attention_weights_are_never_stored():

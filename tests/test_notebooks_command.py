@@ -187,8 +187,8 @@ def test_check_tells_which_and_why(tmp_path, capsys):
     bad = make(tmp_path / "bad.ipynb", "1", widgets={})
     assert main(["notebooks", "--check", str(good)]) == 0
     assert main(["notebooks", "--check", str(good), str(bad)]) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and all(t.startswith("ddp-course: bad, ") for t in told)
+    output = capsys.readouterr().err.splitlines()
+    assert len(output) == 2 and all(t.startswith("ddp-course: bad, ") for t in output)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_check_tells_which_and_why(tmp_path, capsys):
 def test_what_is_not_a_notebook_is_told(text, command, tmp_path, capsys):
     path = tmp_path / "n.ipynb"
     path.write_text(text)
-    code, told = complaint([*command.split(), str(path)], capsys)
-    assert code == 1 and told.startswith("ddp-course: n, not a notebook")
+    code, output = complaint([*command.split(), str(path)], capsys)
+    assert code == 1 and output.startswith("ddp-course: n, not a notebook")
     assert path.read_text() == text
 
 
@@ -230,9 +230,9 @@ def not_a_terminal(monkeypatch):
 def failure_of(path: Path, capsys, *options: str) -> str:
     """Run a notebook that must fail; return the one line that says so."""
     before = path.read_bytes()
-    code, told = complaint(["run", str(path), *options], capsys)
+    code, output = complaint(["run", str(path), *options], capsys)
     assert (code, path.read_bytes()) == (1, before)
-    return told.removeprefix("ddp-course: ").rstrip()
+    return output.removeprefix("ddp-course: ").rstrip()
 
 
 @pytest.mark.kernel
@@ -267,15 +267,17 @@ def test_run_says_what_failed_and_where_for_every_chapter(tmp_path, capsys):
     assert main(["run", *map(str, paths)]) == 1
     shown = capsys.readouterr()
     assert shown.out.startswith("good: 1 cells ran")
-    told = shown.err.splitlines()
-    assert len(told) == 5
+    output = shown.err.splitlines()
+    assert len(output) == 5
     division = "ZeroDivisionError: division by zero"
-    assert told[0] == f"ddp-course: here, cell 2, line 3: `z = y / 0  # no`: {division}"
-    assert told[1] == f"ddp-course: there, cell 2, line 2: `half(x)`: {division}"
-    assert told[2].startswith("ddp-course: syntax, cell 1, line 2: `x = = 2`: Syntax")
-    assert told[3].endswith("...") and len(told[3]) < 400
-    assert told[4].startswith("ddp-course: calm, cell 2: ")
-    assert "but it did not" in told[4]
+    assert (
+        output[0] == f"ddp-course: here, cell 2, line 3: `z = y / 0  # no`: {division}"
+    )
+    assert output[1] == f"ddp-course: there, cell 2, line 2: `half(x)`: {division}"
+    assert output[2].startswith("ddp-course: syntax, cell 1, line 2: `x = = 2`: Syntax")
+    assert output[3].endswith("...") and len(output[3]) < 400
+    assert output[4].startswith("ddp-course: calm, cell 2: ")
+    assert "but it did not" in output[4]
 
 
 @pytest.mark.kernel
@@ -295,8 +297,8 @@ def test_run_names_the_line_on_which_a_rank_failed(tmp_path, capsys):
 @pytest.mark.kernel
 def test_run_ends_a_cell_that_takes_too_long_and_a_kernel_that_dies(tmp_path, capsys):
     slow = make(tmp_path / "slow.ipynb", "1", "import time; time.sleep(60)")
-    told = failure_of(slow, capsys, "--timeout", "1")
-    assert told == "slow, cell 2: still running after 1 s"
+    output = failure_of(slow, capsys, "--timeout", "1")
+    assert output == "slow, cell 2: still running after 1 s"
     dead = make(tmp_path / "dead.ipynb", "import os; os.kill(os.getpid(), 9)")
     assert failure_of(dead, capsys) == "dead, cell 1: Kernel died"
 
@@ -377,8 +379,8 @@ def test_run_can_be_stopped_and_leaves_no_kernel(tmp_path):
             time.sleep(0.05)
         family = descendants(process.pid)
         process.send_signal(number)
-        _, told = process.communicate(timeout=30)
-        assert (process.returncode, told) == (130, "ddp-course: stopped\n")
+        _, output = process.communicate(timeout=30)
+        assert (process.returncode, output) == (130, "ddp-course: stopped\n")
         assert none_left(family)
 
 
@@ -411,8 +413,8 @@ def test_save_stores_clean_outputs_and_the_same_bytes_again(tmp_path, capsys):
     nbformat.validate(stored)
     assert stored.metadata == clean_notebooks.METADATA
     printed, widgets, raised = (cell.outputs for cell in stored.cells[1:])
-    told = {"stdout": "0\n1\n2\n", "stderr": "!\n!\n!\n"}
-    assert {o.name: o.text for o in printed} == told and len(printed) == 2
+    results = {"stdout": "0\n1\n2\n", "stderr": "!\n!\n!\n"}
+    assert {o.name: o.text for o in printed} == results and len(printed) == 2
     assert [o.output_type for o in widgets] == ["execute_result"]
     assert stored.cells[3].metadata == RAISES and raised[0].ename == "JSONDecodeError"
     assert "json/__init__.py" in "".join(raised[0].traceback)
@@ -431,9 +433,9 @@ def test_save_stores_nothing_that_is_not_clean(tmp_path, capsys):
     path = make(tmp_path / "n.ipynb", "'/home/ada/' + 'data'", "object()")
     before = path.read_bytes()
     assert main(["notebooks", "--save", str(path)]) == 1
-    told = capsys.readouterr().err
-    assert "cell 1 shows an absolute path: /home/ada/data" in told
-    assert "cell 2 shows a memory address" in told
+    output = capsys.readouterr().err
+    assert "cell 1 shows an absolute path: /home/ada/data" in output
+    assert "cell 2 shows a memory address" in output
     assert path.read_bytes() == before and names_in(tmp_path) == {"n.ipynb"}
 
 

@@ -51,7 +51,7 @@ HYBRID = {"zero": 3, "tp": 2, "shard": 2}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told", "mesh"),
+    ("ranks", "message", "mesh"),
     [
         (1, {}, {"dp": 1}),
         (4, {}, {"dp": 4}),
@@ -70,8 +70,8 @@ HYBRID = {"zero": 3, "tp": 2, "shard": 2}
         (8, HYBRID, {"replicate": 2, "shard": 2, "tp": 2}),
     ],
 )
-def test_the_ranks_that_are_left_go_to_dp(ranks, told, mesh):
-    layout = layout_for(ranks, **told)
+def test_the_ranks_that_are_left_go_to_dp(ranks, message, mesh):
+    layout = layout_for(ranks, **message)
     assert layout.mesh == Mesh(mesh)
     shares = [layout.share(rank) for rank in range(ranks)]
     dp = mesh.get("dp", mesh.get("replicate", 1) * mesh.get("shard", 1))
@@ -158,12 +158,12 @@ def test_a_layout_names_the_folders_that_it_needs_and_no_others():
 # Ranks
 
 
-def plant(module: object, name: str, value: object, told: dict) -> History | str:
+def plant(module: object, name: str, value: object, results: dict) -> History | str:
     """Train with something put in place of what is there, or tell the error."""
     right = getattr(module, name)
     setattr(module, name, value)
     try:
-        return train(STEPS, **CURVE, **told)
+        return train(STEPS, **CURVE, **results)
     except ValueError as error:
         return str(error)
     finally:
@@ -188,22 +188,22 @@ def planted() -> dict[str, list]:
         return shard(rows, dist.get_rank(), dist.get_world_size())
 
     found = {"same rows": [], "other rows": [], "wrong axis": []}
-    for told in ({"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}):
-        small = {**told, "microbatches": 2}
-        found["same rows"].append(plant(train_module, "shard", same_rows, told))
+    for result in ({"tp": 2, "dp": 2}, {"pp": 2, "dp": 2}):
+        small = {**result, "microbatches": 2}
+        found["same rows"].append(plant(train_module, "shard", same_rows, result))
         found["other rows"].append(plant(train_module, "shard", other_rows, small))
-        wrong = plant(train_module, "make_groups", average_over_the_parts, told)
+        wrong = plant(train_module, "make_groups", average_over_the_parts, result)
         found["wrong axis"].append(wrong)
     return found
 
 
-def kept(told: dict, held: list | None = None) -> tuple[int, int]:
+def kept(results: dict, kept_states: list | None = None) -> tuple[int, int]:
     """How many numbers are this rank's to train, and how many it still has of all."""
     model = build_gpt(DEEP)
-    if held is not None:  # the plant: somebody holds the whole model
-        held.append(model)
+    if kept_states is not None:  # the plant: somebody holds the whole model
+        kept_states.append(model)
     whole = [weakref.ref(parameter) for parameter in model.parameters()]
-    layout = layout_for(dist.get_world_size(), **told)
+    layout = layout_for(dist.get_world_size(), **results)
     model = parallelize(model, layout, make_groups(layout.mesh))
     gc.collect()
     own = {*model.parameters()}
@@ -217,9 +217,9 @@ def numbers_in(tensors: set) -> int:
     return sum(storage.nbytes() for storage in storages.values()) // 4
 
 
-def twice(told: dict, folder: Path) -> tuple[History, History]:
+def twice(results: dict, folder: Path) -> tuple[History, History]:
     """Train, and train again from the middle: what was saved later is gone."""
-    how = {**CURVE, **told, "checkpoint": folder, "every": 2}
+    how = {**CURVE, **results, "checkpoint": folder, "every": 2}
     whole = train(STEPS, **how)
     if dist.get_rank() == 0:
         (folder / f"step-{STEPS:08d}.pt").unlink()
@@ -229,12 +229,12 @@ def twice(told: dict, folder: Path) -> tuple[History, History]:
 
 def on_every_rank(folder: Path) -> tuple[list, list, dict, list]:
     """What one launch brings home for all the checks below."""
-    told = LAYOUTS[dist.get_world_size()]
-    pairs = [twice(layout, folder / f"{k}") for k, layout in enumerate(told)]
+    results = LAYOUTS[dist.get_world_size()]
+    pairs = [twice(layout, folder / f"{k}") for k, layout in enumerate(results)]
     whole, resumed = zip(*pairs, strict=True)
     plants = planted() if dist.get_world_size() == 4 else {}
-    numbers = [kept(layout) for layout in told]
-    return whole, resumed, plants, [*numbers, kept(told[0], held=[])]
+    numbers = [kept(layout) for layout in results]
+    return whole, resumed, plants, [*numbers, kept(results[0], kept_states=[])]
 
 
 @pytest.fixture(scope="module")
@@ -259,8 +259,8 @@ def same_training(histories: list[History], one: History) -> bool:
 
 
 def test_every_layout_trains_the_model_of_one_process(ranks, one):
-    for k, told in enumerate(LAYOUTS[len(ranks)]):
-        assert same_training([whole[k] for whole, *_ in ranks], one), told
+    for k, result in enumerate(LAYOUTS[len(ranks)]):
+        assert same_training([whole[k] for whole, *_ in ranks], one), result
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(ranks):
@@ -280,14 +280,14 @@ def test_wrong_rows_and_wrong_groups_are_caught(ranks, one):
 
 def test_a_rank_keeps_nothing_of_the_model_but_its_own_part(ranks):
     whole = build_gpt(DEEP).config.num_parameters
-    for k, told in enumerate(LAYOUTS[len(ranks)]):
+    for k, result in enumerate(LAYOUTS[len(ranks)]):
         own, left = zip(*(numbers[k] for *_, numbers in ranks), strict=True)
         assert own == left
-        if "pp" in told:  # every parameter is on one stage
-            assert sum(own) == told.get("dp", 1) * whole
+        if "pp" in result:  # every parameter is on one stage
+            assert sum(own) == result.get("dp", 1) * whole
         else:
-            copies = ("replicate",) if told.get("zero") == 3 else ("dp",)
-            sizes = layout_for(len(ranks), **told).mesh.sizes
+            copies = ("replicate",) if result.get("zero") == 3 else ("dp",)
+            sizes = layout_for(len(ranks), **result).mesh.sizes
             parts = prod(size for axis, size in sizes.items() if axis not in copies)
             assert max(own) < 1.5 * whole / parts
 
@@ -312,11 +312,13 @@ CHAIN = [  # ranks, and what they train in: a step, saved, then a step in the ne
 def test_what_one_layout_has_saved_any_other_goes_on_with(tmp_path):
     how, done = {**CURVE, "batch_size": 24}, 0
     for ranks, links in groupby(CHAIN, key=itemgetter(0)):
-        layouts = [told for _, told in links]
+        layouts = [result for _, result in links]
 
         def part(first=done, layouts=layouts):
             steps = enumerate(layouts, first + 1)
-            runs = [train(k, **how, **told, checkpoint=tmp_path) for k, told in steps]
+            runs = [
+                train(k, **how, **result, checkpoint=tmp_path) for k, result in steps
+            ]
             return [run.resumed_at for run in runs]
 
         resumed = spawn(part, world_size=ranks, output="none", timeout=120)[0]
@@ -330,15 +332,15 @@ def test_what_one_layout_has_saved_any_other_goes_on_with(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "told", "message"),
+    ("ranks", "text", "message"),
     [
         (3, {"tp": 3}, "3"),  # 4 heads
         (4, {"pp": 4, "schedule": "interleaved", "preset": "1m"}, "6"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused_on_all_ranks(ranks, told, message):
+def test_a_model_that_cannot_be_cut_is_refused_on_all_ranks(ranks, text, message):
     def work():
-        return said(ValueError, train, 1, **{**CURVE, "batch_size": 12, **told})
+        return said(ValueError, train, 1, **{**CURVE, "batch_size": 12, **text})
 
     texts = spawn(work, world_size=ranks, timeout=60)
     assert len(set(texts)) == 1 and message in texts[0]

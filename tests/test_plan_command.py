@@ -64,11 +64,11 @@ def test_the_rows_can_be_written(tmp_path, capsys):
 
 
 def test_what_is_not_counted_is_told_and_never_fits(capsys):
-    given = "--layers 32 --hidden 4096"
-    text = shown(capsys, f"--parameters 6.6b {given} --sequence 1024")
+    shape = "--layers 32 --hidden 4096"
+    text = shown(capsys, f"--parameters 6.6b {shape} --sequence 1024")
     assert "Assumed: --heads 64 --vocab 50257." in text
     assert "ot counted" not in text and line(text, "fits")[1] == "yes"
-    whole = f"{given} --heads 64 --sequence 1024 --vocab 50257"
+    whole = f"{shape} --heads 64 --sequence 1024 --vocab 50257"
     assert shown(capsys, f"--parameters 6.6b {whole}") == re.sub(
         "Assumed.*\n", "", text
     )

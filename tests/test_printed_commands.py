@@ -67,8 +67,8 @@ def wrong_with(line: str, capsys: pytest.CaptureFixture) -> str | None:
     """
     words = [PLACES.get(word, word) for word in shlex.split(line)]
     try:
-        told = parser().parse_args(words)
-        told.before(told)
+        args = parser().parse_args(words)
+        args.before(args)
     except CommandError as error:
         return None if words == ["bench"] else str(error)
     except SystemExit as ended:

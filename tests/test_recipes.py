@@ -146,9 +146,9 @@ ORDERS[eager_1f1b] = [
 
 
 def test_eager_1f1b_keeps_one_microbatch_more():
-    made = eager_1f1b(2, 3)
-    assert made == parse("eager_1f1b", ORDERS[eager_1f1b])
-    assert check(made).peak_activations == (3, 1)
+    schedule = eager_1f1b(2, 3)
+    assert schedule == parse("eager_1f1b", ORDERS[eager_1f1b])
+    assert check(schedule).peak_activations == (3, 1)
 """),
     "notebooks/11_pipeline_schedules.ipynb": add_cells(
         new_code_cell("print(SCHEDULES['eager_1f1b'](4, 8))"),
@@ -435,7 +435,7 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
         *("test_plain_words.py", "test_cli.py", "pipeline/test_schedules.py"),
         *("twins/test_twins.py", "compression/test_compressors.py"),
     ]
-    told = run(
+    results = run(
         copy,
         *("-m", "pytest", "-n", "0", "-v", "-k", chosen),
         *(f"tests/{file}" for file in files),
@@ -460,4 +460,4 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
         "test_two_twins_train_like_one_process",
         "test_ternary_averages_on_ranks_as_in_one_process",
     ):
-        assert re.search(re.escape(seen) + " PASSED", told), (seen, told[-9000:])
+        assert re.search(re.escape(seen) + " PASSED", results), (seen, results[-9000:])

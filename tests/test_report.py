@@ -19,14 +19,14 @@ def test_spawn_a_report_says_much_and_tells_nobodys_name(monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("ANNAS_DIARY", SECRET)
     assert main(["doctor", "--report"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for said in ("torch 2.", "in /dev/shm", "open files: at most", "each got 10"):
-        assert said in told
-    (line,) = re.findall("^variables set: (.*)", told, re.MULTILINE)
+        assert said in output
+    (line,) = re.findall("^variables set: (.*)", output, re.MULTILINE)
     assert {"GLOO_SOCKET_IFNAME", "JUPYTER_TOKEN", "https_proxy"} <= {*line.split(", ")}
     for private in (SECRET, "ANNAS_DIARY", str(Path.home()), socket.gethostname()):
-        assert private not in told
-    assert not re.search(rf"\b{re.escape(getpass.getuser())}\b", told)
+        assert private not in output
+    assert not re.search(rf"\b{re.escape(getpass.getuser())}\b", output)
 
 
 def fail():
@@ -36,8 +36,8 @@ def fail():
 def test_a_report_tells_that_the_ranks_failed(monkeypatch, capsys):
     monkeypatch.setattr(report, "prove_all_reduce", fail)
     assert main(["doctor", "--report"]) == 1
-    told = capsys.readouterr().out
-    assert "The ranks failed: no <path> on <name> for me\n" in told
+    output = capsys.readouterr().out
+    assert "The ranks failed: no <path> on <name> for me\n" in output
 
 
 @pytest.mark.parametrize(

@@ -265,16 +265,16 @@ def test_planted_notebook_mistakes_are_seen():
             "code", "import sys; sys.path.append('.')\nshow_source(f)\n" + "pass\n" * 20
         ),
     ]
-    told = complaints({"cells": bad, "metadata": {"widgets": {}}})
-    assert len(told) == 8, told
+    results = complaints({"cells": bad, "metadata": {"widgets": {}}})
+    assert len(results) == 8, results
     bad[0]["source"] = "**Time:** 30 minutes to read. " + "word " * 4500
     bad[1]["source"] = "pass\n" * 401
     bad[1]["outputs"] = [{"output_type": "stream", "name": "x", "text": "a  b" * 26}]
     bad[2]["outputs"] = [
         {"data": {"text/html": ["<img src='<svg x='' width=\"793\"'>"]}}
     ]
-    told = lengths({"cells": bad})
-    assert len(told) == 4, told
+    results = lengths({"cells": bad})
+    assert len(results) == 4, results
     short = "**Time:** 10 minutes to read, or 9 without *Words*; no more.\n\n## Words\n"
     bad[0]["source"], bad[1]["source"] = short + "word " * 1800, "pass"
     assert "measured 0, missing []" in lengths({"cells": bad[:2]})[0]
@@ -345,11 +345,11 @@ def test_prose_names_only_what_there_is():
 def unproven(file: Path) -> list[str]:
     """Return the long forms that failed when they were last run, or are no more."""
     wrong = []
-    for name, told in json.loads(file.read_text()).items():
+    for name, record in json.loads(file.read_text()).items():
         where, _, test = name.partition("::")
-        there = ROOT / "tests" / where
-        known = there.exists() and f"def {test.partition('[')[0]}(" in there.read_text()
-        wrong += [name] * (told["outcome"] != "passed" or not known)
+        path = ROOT / "tests" / where
+        known = path.exists() and f"def {test.partition('[')[0]}(" in path.read_text()
+        wrong += [name] * (record["outcome"] != "passed" or not known)
     return wrong
 
 
@@ -366,10 +366,10 @@ def test_all_long_forms_have_passed(tmp_path):
         file,
     )
     assert unproven(file) == [name, "test_repository.py::test_gone"]
-    told = json.loads(file.read_text())
-    gone = told["test_repository.py::test_gone"]
+    record = json.loads(file.read_text())
+    gone = record["test_repository.py::test_gone"]
     assert gone["seconds"] == 1.3 and gone["kills"] == 30
-    assert json.loads(OUTCOMES.read_text()).items() <= told.items()  # those stayed
+    assert json.loads(OUTCOMES.read_text()).items() <= record.items()  # those stayed
 
 
 def test_code_is_formatted_and_linted():

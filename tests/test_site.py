@@ -119,7 +119,7 @@ def seen(page, folder: Path, path: Path, width: int, theme: str) -> list[str]:
     from axe_playwright_python.sync_playwright import Axe
 
     wrong: list[str] = []
-    told = {
+    results = {
         "console": lambda m: m.type == "error" and wrong.append(f"console: {m.text}"),
         "pageerror": lambda error: wrong.append(f"script: {error}"),
         "request": lambda request: (
@@ -127,7 +127,7 @@ def seen(page, folder: Path, path: Path, width: int, theme: str) -> list[str]:
             or wrong.append(f"asks elsewhere: {request.url}")
         ),
     }
-    for event, hear in told.items():
+    for event, hear in results.items():
         page.on(event, hear)
     page.emulate_media(color_scheme=theme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 900})
@@ -138,7 +138,7 @@ def seen(page, folder: Path, path: Path, width: int, theme: str) -> list[str]:
         if found["impact"] in ("serious", "critical"):
             where = found["nodes"][0]["html"][:120]
             wrong.append(f"{found['id']} ({len(found['nodes'])}): {where}")
-    for event, hear in told.items():
+    for event, hear in results.items():
         page.remove_listener(event, hear)
     at = f"{path.relative_to(folder)}, {width}, {theme}"
     return [f"{at}: {what}" for what in dict.fromkeys(wrong)]
@@ -147,9 +147,9 @@ def seen(page, folder: Path, path: Path, width: int, theme: str) -> list[str]:
 @pytest.fixture(scope="module")
 def edition(tmp_path_factory) -> Path:
     """Return a folder with the whole web edition: DDP_COURSE_SITE, or a new one."""
-    made = os.environ.get("DDP_COURSE_SITE")
-    out = Path(made) if made else tmp_path_factory.mktemp("site") / "pages"
-    if not made:
+    folder = os.environ.get("DDP_COURSE_SITE")
+    out = Path(folder) if folder else tmp_path_factory.mktemp("site") / "pages"
+    if not folder:
         assert site.command(Namespace(out=out)) == 0
     return out.resolve()
 
@@ -186,12 +186,12 @@ def test_a_long_source_opens_at_a_click():
 
 
 def test_what_only_runs_in_jupyterlab_says_so():
-    for source, told in (
+    for source, result in (
         ("def f():\n    raise NotImplementedError\n\n\ncheck_f(f)", "your answer"),
         ("explore(ring, step=(0, 3))", "sliders"),
     ):
         cells = site.prepare(stored(source=source))["cells"]
-        assert told in cells[2]["source"] and "`ddp-course lab`" in cells[2]["source"]
+        assert result in cells[2]["source"] and "`ddp-course lab`" in cells[2]["source"]
     assert len(site.prepare(stored(source="print(1)"))["cells"]) == 2
 
 
@@ -245,7 +245,7 @@ def planted(folder: Path, body: str, head: str = "") -> Path:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         (f"{IMG.format('')} <a href='#top'>up</a> <a href='https://a.b'>far</a>", None),
         ("<a href='nowhere.html'>there</a>", "no file: nowhere.html"),
@@ -257,10 +257,10 @@ def planted(folder: Path, body: str, head: str = "") -> Path:
         ("<link rel='stylesheet' href='//a.b/c.css'>", "from elsewhere: //a.b/c.css"),
     ],
 )
-def test_a_planted_mistake_is_read(tmp_path, body, told):
+def test_a_planted_mistake_is_read(tmp_path, body, message):
     (tmp_path.parent / "outside.html").write_text("")
     planted(tmp_path, body)
-    assert dead(tmp_path) == ([] if told is None else [f"index.html: {told}"])
+    assert dead(tmp_path) == ([] if message is None else [f"index.html: {message}"])
 
 
 SCROLLS = "style='display: block; overflow: auto' tabindex=0"
@@ -290,11 +290,11 @@ SEEN = [  # body, head, what is told
 
 
 @browsed
-@pytest.mark.parametrize(("body", "head", "told"), SEEN)
-def test_a_planted_mistake_is_seen(page, tmp_path, body, head, told):
+@pytest.mark.parametrize(("body", "head", "message"), SEEN)
+def test_a_planted_mistake_is_seen(page, tmp_path, body, head, message):
     path = planted(tmp_path, body, head)
     wrong = [w for look in LOOKS for w in seen(page, tmp_path, path, *look)]
-    assert any(told in what for what in wrong) if told else wrong == []
+    assert any(message in what for what in wrong) if message else wrong == []
 
 
 # The edition

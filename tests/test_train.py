@@ -128,9 +128,7 @@ def rows_per_step(share):
 
     def build_and_watch(*args):
         model = build_gpt(*args)
-        model.register_forward_pre_hook(
-            lambda _model, given: rows.append(len(given[0]))
-        )
+        model.register_forward_pre_hook(lambda _model, args: rows.append(len(args[0])))
         return model
 
     train_module.build_gpt, train_module.shard = build_and_watch, share
@@ -215,7 +213,7 @@ def test_averaged_gradients_are_those_of_the_full_batch(ranks, one):
 def test_wrong_averages_are_caught(ranks, one):
     for name in (mistake.__name__ for mistake in MISTAKES):
         assert not same_gradients([by[name] for _, by, _ in ranks], one[1]), name
-        assert not same_training([told[name] for told, _, _ in ranks], one[0]), name
+        assert not same_training([result[name] for result, _, _ in ranks], one[0]), name
 
 
 def test_adam_hides_a_missing_division_from_losses_and_replicas(ranks, one):

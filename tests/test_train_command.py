@@ -28,17 +28,17 @@ def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
             f"--ranks {ranks} --{option} {value} --steps 3 --json {file}", capfd
         )
         assert (code, err) == (0, "")
-        told = json.loads(file.read_text())
-        assert (told[option], told["world_size"]) == (value, ranks)
+        record = json.loads(file.read_text())
+        assert (record[option], record["world_size"]) == (value, ranks)
         assert [line for line in lines if " step 1 of 3 " in f" {line}"]
         assert f"rank{'s' * (ranks > 1)}, 3 steps, loss" in lines[-2]
-        assert lines[-1].endswith(f"bit by bit: {told['checksum']}")
-        curves[file.stem] = told
+        assert lines[-1].endswith(f"bit by bit: {record['checksum']}")
+        curves[file.stem] = record
     one = train(3)
-    told = curves["zero01"]
-    assert (told["losses"], told["checksum"]) == (one.losses, one.checksum)
-    for told in curves.values():
-        assert told["losses"] == pytest.approx(one.losses, abs=1e-5)
+    record = curves["zero01"]
+    assert (record["losses"], record["checksum"]) == (one.losses, one.checksum)
+    for record in curves.values():
+        assert record["losses"] == pytest.approx(one.losses, abs=1e-5)
 
 
 def test_sizes_make_a_mesh_and_say_how_many_ranks(tmp_path, capfd):
@@ -51,9 +51,9 @@ def test_sizes_make_a_mesh_and_say_how_many_ranks(tmp_path, capfd):
         code, lines, err = typed(f"{words} --steps 2 --json {file}", capfd)
         assert (code, err) == (0, "")
         assert f"{ranks} ranks, 2 steps, loss" in lines[-2]
-        told = json.loads(file.read_text())
-        assert (told["zero"], told["schedule"]) == names
-        assert told["losses"] == pytest.approx(one.losses, abs=1e-5)
+        record = json.loads(file.read_text())
+        assert (record["zero"], record["schedule"]) == names
+        assert record["losses"] == pytest.approx(one.losses, abs=1e-5)
 
 
 def test_it_goes_on_from_where_it_was(tmp_path, capfd):
@@ -91,15 +91,15 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     ("--pp 8", "has 8 stages, and the model has 6 layers"),
     ("--pp 4 --schedule interleaved", "'interleaved' on 4 ranks has 8 stages, and th"),
     ("--checkpoint /proc/nowhere", "/proc/nowhere, cannot be used"),
-    given=["nothing_starts"],
+    fixtures=["nothing_starts"],
 )
 
 
 def test_ranks_are_torchruns_business_under_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    code, told = complaint("train --ranks 2", capsys)
-    assert code == 1 and "--ranks cannot be used under torchrun" in told
+    code, output = complaint("train --ranks 2", capsys)
+    assert code == 1 and "--ranks cannot be used under torchrun" in output
 
 
 @pytest.mark.parametrize(("steps", "lines"), [(1, 1), (7, 7), (20, 20), (399, 22)])
@@ -109,6 +109,6 @@ def test_progress_is_about_twenty_lines_with_the_first_and_the_last(
     tell = Progress(steps)
     for done in range(1, steps + 1):
         tell(done, 0.5)
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == lines
-    assert " 1 of" in told[0] and f"{steps} of {steps}   loss 0.5000" in told[-1]
+    output = capsys.readouterr().out.splitlines()
+    assert len(output) == lines
+    assert " 1 of" in output[0] and f"{steps} of {steps}   loss 0.5000" in output[-1]

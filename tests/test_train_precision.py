@@ -37,9 +37,9 @@ def histories(cases: dict, precisions: tuple) -> dict:
     found = {}
     for name, case in cases.items():
         for precision in precisions:
-            told = run(**case, precision=precision)
-            types = {t.dtype for t in told.state.values()}
-            found[name, precision] = told.losses, types, told.checksum
+            results = run(**case, precision=precision)
+            types = {t.dtype for t in results.state.values()}
+            found[name, precision] = results.losses, types, results.checksum
     return found
 
 
@@ -55,13 +55,13 @@ def far(losses: list[float], right: list[float]) -> float:
 def test_every_strategy_trains_in_every_precision(ranks, cases, precisions):
     alone = histories({"one": {}}, ("fp32", *precisions))
     job = partial(histories, cases, precisions)
-    told = spawn(job, world_size=ranks, output="none")
-    for (name, precision), (losses, types, checksum) in told[0].items():
+    results = spawn(job, world_size=ranks, output="none")
+    for (name, precision), (losses, types, checksum) in results[0].items():
         right, its_types, _ = alone["one", precision]
         assert far(losses, right) < FAR[precision], (name, precision)
         assert types == its_types
         assert losses != alone["one", "fp32"][0], "nothing was rounded"
-        assert all(rank[name, precision][2] == checksum for rank in told)
+        assert all(rank[name, precision][2] == checksum for rank in results)
     assert far(right, alone["one", "fp32"][0]) > 0
 
 
@@ -74,8 +74,8 @@ def test_a_precision_that_one_strategy_ignores_is_seen(monkeypatch):
 
 def test_dp_can_do_it_too():
     for precision in ("bf16", "fp16"):
-        told = run(threads=2, precision=precision).losses
-        assert far(told, run(precision=precision).losses) < FAR[precision]
+        results = run(threads=2, precision=precision).losses
+        assert far(results, run(precision=precision).losses) < FAR[precision]
 
 
 def test_a_run_with_loss_scaling_goes_on_bit_for_bit(tmp_path):

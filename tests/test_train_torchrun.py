@@ -57,10 +57,10 @@ def ranks_of(run: subprocess.Popen) -> dict[int, int]:
     for pid in descendants(run.pid):
         with contextlib.suppress(OSError):
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            told = dict(word.split(b"=", 1) for word in environment if b"=" in word)
-            if b"RANK" in told:
-                assert int(told[b"RANK"]) not in ranks, Path(f"/proc/{pid}/cmdline")
-                ranks[int(told[b"RANK"])] = pid
+            results = dict(word.split(b"=", 1) for word in environment if b"=" in word)
+            if b"RANK" in results:
+                assert int(results[b"RANK"]) not in ranks, Path(f"/proc/{pid}/cmdline")
+                ranks[int(results[b"RANK"])] = pid
     return ranks
 
 
@@ -86,8 +86,8 @@ def uninterrupted(world_size: int, steps: int = STEPS, **layout: int) -> History
 
 def same_curve(file: Path, whole: History) -> bool:
     """Tell whether losses and parameters are the same, bit by bit."""
-    told = json.loads(file.read_text())
-    return (told["losses"], told["checksum"]) == (whole.losses, whole.checksum)
+    record = json.loads(file.read_text())
+    return (record["losses"], record["checksum"]) == (whole.losses, whole.checksum)
 
 
 @pytest.mark.skipif(not ENDURANCE, reason="two machines lose a rank every time")
@@ -154,10 +154,10 @@ def test_two_machines_train_together_and_survive(tmp_path):
         ]  # fmt: skip
         wait_for(lambda: max(map(newest, folders)) >= 4, agents[0])
         os.kill(next(iter(ranks_of(agents[1]).values())), signal.SIGKILL)
-        told = [agent.communicate(timeout=180) for agent in agents]
-    for agent, (_, err) in zip(agents, told, strict=True):
+        output = [agent.communicate(timeout=180) for agent in agents]
+    for agent, (_, err) in zip(agents, output, strict=True):
         assert agent.returncode == 0, err[-3000:]
-    lines = [line for out, _ in told for line in out.splitlines()]
+    lines = [line for out, _ in output for line in out.splitlines()]
     assert (
         sum(f"{2 * each} ranks, 12 steps (" in line for line in lines) == 1
     )  # on rank 0 only

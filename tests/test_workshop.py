@@ -29,8 +29,8 @@ def faults(page: str) -> list[str]:
         file = linked[1]
         chapters[file] = measured = parts(NOTEBOOKS / file)
         heads = (NOTEBOOKS / file).read_text().casefold()
-        told = re.search(r"\*\*Minutes:\*\* (.*)\.\n", text)[1]
-        for part in told.split("; "):
+        results = re.search(r"\*\*Minutes:\*\* (.*)\.\n", text)[1]
+        for part in results.split("; "):
             name, minutes = re.fullmatch(r"(.*) \((\d+)\)", part).groups()
             if abs(measured.get(name, 99) - int(minutes)) > 1.5:
                 found.append(f"{file}: {part}, measured {measured.get(name)}")

@@ -25,8 +25,8 @@ class Trained:
         """Write down the parameters after a step, their gradients, and two numbers."""
         named = dict(named)
         self.states.append({n: p.detach().clone() for n, p in named.items()})
-        there = {n: p.grad for n, p in named.items() if p.grad is not None}
-        self.gradients.append({n: g.clone() for n, g in there.items()})
+        gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
+        self.gradients.append({n: g.clone() for n, g in gradients.items()})
         for of, number in zip((self.norms, self.losses), norm_and_loss, strict=False):
             of.append(float(torch.as_tensor(number).detach()))
 
@@ -73,9 +73,9 @@ def same(a: object, b: object, **close: float) -> bool:
 def bits(trained: Trained) -> bytes:
     """Return all numbers of a training: equal bytes are equal bits."""
     steps = *trained.states, *trained.gradients
-    told = [t for step in steps for t in step.values()]
-    told += [b for name, b in trained.buffers.items() if name != "calls"]
-    return b"".join(t.contiguous().numpy().tobytes() for t in told)
+    results = [t for step in steps for t in step.values()]
+    results += [b for name, b in trained.buffers.items() if name != "calls"]
+    return b"".join(t.contiguous().numpy().tobytes() for t in results)
 
 
 def own_norm_only(parts, max_norm: float) -> Tensor:

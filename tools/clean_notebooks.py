@@ -45,14 +45,14 @@ _VOLATILE = {
 }
 
 
-def command(told: Namespace) -> int:
+def command(results: Namespace) -> int:
     """Save or check chapters, say what is wrong, and return the exit code.
 
     A chapter that fails, or that shows what only one machine has, is not saved.
     """
-    paths = chapters.find(told.chapters or ["all"])
-    if told.save:
-        return for_each(paths, lambda path: save(path, told.timeout))
+    paths = chapters.find(results.chapters or ["all"])
+    if results.save:
+        return for_each(paths, lambda path: save(path, results.timeout))
     wrong = for_each(paths, complaints)
     if not wrong:
         print("clean")

@@ -200,10 +200,8 @@ class SharedGradients:
             own = parameter.grad
             own = torch.zeros_like(parameter) if own is None else own.contiguous()
             parts = {r: own if r == self.rank else torch.empty_like(own) for r in ranks}
-            others = [r for r in ranks if r != self.rank]
-            endpoint.exchange(
-                [(own, r) for r in others], [(parts[r], r) for r in others]
-            )
+            peers = [r for r in ranks if r != self.rank]
+            endpoint.exchange([(own, r) for r in peers], [(parts[r], r) for r in peers])
             parameter.grad = parts[ranks[0]].clone()
             for r in ranks[1:]:
                 parameter.grad += parts[r]

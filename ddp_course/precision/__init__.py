@@ -1,10 +1,10 @@
 """Floor 1: numbers of 16 bits and fewer, and how training survives them.
 
-    formats      what the bits of a number mean; rounding to any format
-    rounding     updates that are lost, three cures, and sums in another order
-    autocast     which operations may compute in 16 bits: a table
-    scaler       gradients that are too small for float16, made larger for a while
-    master       16-bit parameters, and their float32 copies that an optimizer steps
+    formats      the bits of a floating-point number; rounding to any format
+    rounding     updates that are lost, three cures, and sums in several orders
+    autocast     a table of the operations that may compute in 16 bits
+    scaler       loss scaling, for gradients that are too small for float16
+    master       16-bit parameters, and float32 copies that an optimizer steps
     naive        the last three with PyTorch alone: read it first
 
 Chapter 12.

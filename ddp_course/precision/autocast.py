@@ -1,18 +1,19 @@
-"""Autocast: every operation computes in the type that is good for it, by a table.
+"""Autocast: every operation computes in the type that a table says.
 
-    LOWER     products of matrices: most of the time, and their sums are kept in float32
-              inside; computed in 16 bits
-    FULL      what adds up many numbers, or takes exponentials: computed in float32
-    others    as they come, whatever that is; tensors that are joined take the widest
-              type among them, as everywhere in PyTorch
+    LOWER     products of matrices, in 16 bits: they take most of the time, and their
+              kernels add up in float32
+    FULL      sums of many numbers, and exponentials, in float32
+    others    in the type of their inputs; if types are mixed, in the widest, as
+              everywhere in PyTorch
 
-The table is about operations, not about layers or ranks, and it is the same in every
-step. What is cast is what an operation is given: parameters stay float32, and so do
-their gradients, as the cast is an operation of autograd like any other. On GPUs the
-table is longer, as what the CPU computes inside in float32 has no kernel there.
+The table lists operations, not layers or ranks, and is the same in every step. Autocast
+casts an operation's inputs: parameters stay in float32, and so do their gradients,
+since autograd differentiates the cast like any other operation. The table for GPUs is
+longer, since some kernels there do not use float32 inside as the CPU's do.
 
-Here a TorchFunctionMode casts, which sees the functions that a program calls. PyTorch's
-casts one floor below, in its dispatcher: aten/src/ATen/autocast_mode.h. Chapter 12.
+This class is a TorchFunctionMode, which intercepts the functions that a program calls.
+PyTorch's own casts one level below, in its dispatcher:
+aten/src/ATen/autocast_mode.h. Chapter 12.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ FULL_ON_GPUS = FULL | {
     *("sum", "cumsum", "norm", "cosine_similarity", "softplus"),
 }
 
-_here = threading.local()  # a mode is a thread's own
+_active = threading.local()  # each thread has its own stack of modes
 
 
 class Autocast(TorchFunctionMode):
-    """A block in which operations compute in the types of the table.
+    """A context manager in which operations compute in the types of the table.
 
         with Autocast(torch.bfloat16):
             _, loss = model(x, y)
         loss.backward()  # outside: backward computes in the types of forward
 
     Args:
-        dtype: torch.bfloat16 or torch.float16, for LOWER.
-        enabled: False for a block, inside of another, in which nothing is cast.
+        dtype: torch.bfloat16 or torch.float16, for the operations in LOWER.
+        enabled: False for a block, within another, in which nothing is cast.
 
-    A parameter is cast once, however often it is used, and its casts are dropped at the
-    end of the block, so do not change one inside. Raises ValueError for another type.
-    As torch.autocast, but torch.utils.checkpoint is refused inside: it would compute
-    again without the block. `mechanisms.recompute` does not.
+    A parameter is cast once, however often it is used, and the result is cached until
+    the end of the block; so do not change parameters in it. Raises ValueError for
+    another type. Does what torch.autocast does, except that torch.utils.checkpoint
+    raises in the block: it would recompute outside of it. `mechanisms.recompute` works.
     """
 
     def __init__(
@@ -79,41 +80,41 @@ class Autocast(TorchFunctionMode):
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> Autocast:
-        """Cast from now on, in this thread."""
+        """Start to cast, in this thread."""
         _watch_checkpoint()
-        _here.modes = [*getattr(_here, "modes", ()), self]
+        _active.modes = [*getattr(_active, "modes", ()), self]
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        """Cast no more, and drop the parameters' casts."""
+        """Stop casting, and drop the cached casts of parameters."""
         super().__exit__(*error)
-        _here.modes = _here.modes[:-1]
+        _active.modes = _active.modes[:-1]
         self.casts.clear()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Any function of PyTorch that is called in the block comes here."""
+        """Call a function of PyTorch, with its arguments cast as the table says."""
         kwargs = kwargs or {}
         wanted = self._type_for(function, args, kwargs)
-        # Of blocks inside of each other, the innermost decides.
-        decides = self.enabled and _here.modes[-1] is self
+        # In nested blocks, only the innermost one casts.
+        decides = self.enabled and _active.modes[-1] is self
         if wanted and decides and kwargs.get("out") is None:
             args = self._cast(args, wanted)
             kwargs = {name: self._cast(v, wanted) for name, v in kwargs.items()}
         return function(*args, **kwargs)
 
     def _type_for(self, function: Any, args: Any, kwargs: Any) -> torch.dtype | None:
-        """Look the function up; None if it takes things as they come."""
+        """Return the type of the function's inputs; None if they are not cast."""
         name = getattr(function, "__name__", "").strip("_")
         if name in LOWER or name == "rmatmul":
             return self.dtype
-        given = (*args, *kwargs.values()) if name in FULL_ON_GPUS else ()
-        on_gpu = any(getattr(value, "is_cuda", False) for value in given)
+        inputs = (*args, *kwargs.values()) if name in FULL_ON_GPUS else ()
+        on_gpu = any(getattr(value, "is_cuda", False) for value in inputs)
         return torch.float32 if on_gpu or name in FULL else None
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Cast a tensor, or all tensors in a list; what is none stays as it is."""
+        """Cast a tensor, or all tensors in a list; return other values unchanged."""
         if isinstance(value, (list, tuple)):
             return [self._cast(each, dtype) for each in value]
         if not _can_be_cast(value) or value.dtype is dtype:
@@ -128,25 +129,25 @@ class Autocast(TorchFunctionMode):
 
 @functools.cache
 def _watch_checkpoint() -> None:
-    """Let torch.utils.checkpoint raise RuntimeError in a block."""
-    name = "_get_autocast_kwargs"  # it asks so which types to compute with again
+    """Patch torch.utils.checkpoint so that it raises RuntimeError in a block."""
+    name = "_get_autocast_kwargs"  # with which checkpoint reads torch.autocast's state
     inner = getattr(checkpoint, name, None)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        modes = getattr(_here, "modes", ())
+        modes = getattr(_active, "modes", ())
         if modes and modes[-1].enabled:
             raise RuntimeError(
-                "torch.utils.checkpoint knows torch.autocast alone: it would compute "
-                "again without this Autocast. Use torch.autocast, or recompute_blocks "
-                "of ddp_course.mechanisms.recompute"
+                "torch.utils.checkpoint knows only torch.autocast: it would recompute "
+                "without this Autocast. Use torch.autocast, or recompute_blocks of "
+                "ddp_course.mechanisms.recompute"
             )
         return inner(*args, **kwargs)
 
-    if inner is not None:  # another PyTorch may have another one
+    if inner is not None:  # other versions of PyTorch may not have it
         setattr(checkpoint, name, checked)
 
 
 def _can_be_cast(value: Any) -> bool:
-    """Tell whether it is a tensor of floating point, but not one of float64."""
+    """Return whether a value is a floating-point tensor, and not of float64."""
     floating = isinstance(value, Tensor) and value.is_floating_point()
     return floating and value.dtype is not torch.float64

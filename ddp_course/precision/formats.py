@@ -1,16 +1,16 @@
-"""What the bits of a floating-point number mean, and rounding to any such format.
+"""Floating-point formats: the meaning of their bits, and rounding to any of them.
 
     sign | exponent E, e bits | fraction F, f bits        bias = 2^(e-1) - 1
 
     E > 0    a normal number        (-1)^sign * (1 + F / 2^f) * 2^(E - bias)
     E = 0    a subnormal number     (-1)^sign * (0 + F / 2^f) * 2^(1 - bias)
-    E all 1  inf (F = 0), or nan; in e4m3fn numbers as well, and only F all 1 is nan
+    E all 1  inf (F = 0) or nan; e4m3fn has normal numbers there, and nan if F is all 1
 
-So numbers with the same exponent are equally far apart, and the distance doubles with
-every power of two: more exponent bits reach further, more fraction bits lie closer.
+So numbers with the same exponent are equally spaced, and the spacing doubles with every
+power of two. More exponent bits give a larger range, more fraction bits less spacing.
 
 IEEE 754-2019, section 3; for 8 bits Micikevicius et al. 2022, "FP8 Formats for Deep
-Learning", table 1. PyTorch's numbers for the same: torch.finfo. Chapter 12.
+Learning", table 1. torch.finfo has the same numbers for PyTorch's types. Chapter 12.
 """
 
 import math
@@ -26,9 +26,9 @@ class Format:
     """A format of floating-point numbers: a sign, and `exponent` and `fraction` bits.
 
     Attributes:
-        has_inf: whether the largest exponent is kept for inf and nan; if not, it has
-            numbers, too, and the largest of them all is nan.
-        dtype: PyTorch's type of this format; None if tensors cannot have it.
+        has_inf: whether the largest exponent is reserved for inf and nan. If not, it
+            has normal numbers, and its last code is nan.
+        dtype: PyTorch's type with this format; None if there is none.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """How many there are, the sign included."""
+        """The number of bits, the sign included."""
         return 1 + self.exponent + self.fraction
 
     @property
     def bias(self) -> int:
-        """What is subtracted from E."""
+        """The bias, which is subtracted from the exponent E."""
         return 2 ** (self.exponent - 1) - 1
 
     @property
@@ -69,16 +69,16 @@ class Format:
         return 2.0**-self.fraction
 
     def spacing(self, x: Tensor) -> Tensor:
-        """Return how far apart the numbers are where `x` lies; float64, any shape."""
+        """Return the distance between the format's numbers near `x`; float64."""
         _, exponent = torch.frexp(x.double().abs().clamp(min=self.tiny))
         return self.eps * 2.0 ** (exponent - 1).double()
 
     def round(self, x: Tensor) -> Tensor:
-        """Return the number of this format next to each of `x`; float64, any shape.
+        """Return the number of this format nearest to each element of `x`; float64.
 
-        Of two that are equally near, the one whose last bit is 0. What is half a step
-        and more beyond the largest is inf; in a format without inf the largest, as in
-        PyTorch 2.13 (2.12 makes it nan, and so does the hardware if asked).
+        A tie is rounded to the number with a last bit of 0. A value half a step or more
+        above the largest number becomes inf; in a format without inf, the largest
+        number, as in PyTorch 2.13 (2.12 returns nan; hardware can do either).
         """
         step = self.spacing(x)
         rounded = torch.round(x.double() / step) * step  # to even
@@ -93,7 +93,7 @@ FORMATS = MappingProxyType(
         f.name: f
         for f in (
             Format("fp32", 8, 23, dtype=torch.float32),
-            Format("tf32", 8, 10),  # of inputs of matrix products on tensor cores only
+            Format("tf32", 8, 10),  # only for inputs of products on tensor cores
             Format("bf16", 8, 7, dtype=torch.bfloat16),
             Format("fp16", 5, 10, dtype=torch.float16),
             Format("fp8 e4m3fn", 4, 3, has_inf=False, dtype=torch.float8_e4m3fn),
@@ -109,11 +109,11 @@ def bits_of(x: float, format: Format) -> str:
     sign = int(math.copysign(1, value) < 0)
     full = 2**format.fraction
     highest = (2**format.exponent - 1) * full
-    if math.isnan(value):  # a quiet one, as PyTorch makes it
+    if math.isnan(value):  # PyTorch's quiet nan
         code = highest + (full // 2 if format.has_inf else full - 1)
     elif math.isinf(value):
         code = highest
-    else:  # codes are in the order of numbers, `full` of them for each spacing
+    else:  # codes are ordered like the numbers, with `full` codes per spacing
         step = float(format.spacing(torch.tensor(value, dtype=torch.float64)))
         spacings = math.log2(step / format.smallest)
         code = round(spacings) * full + round(abs(value) / step)

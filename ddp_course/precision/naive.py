@@ -1,7 +1,7 @@
 """Master weights, loss scaling and autocast, with nothing but PyTorch.
 
-`MasterWeights`, `GradScaler` and `Autocast` do the same for more optimizers, for states
-that are saved, for several ranks and for more operations. Chapter 12.
+`MasterWeights`, `GradScaler` and `Autocast` also support more optimizers, saved states,
+several ranks and more operations. Chapter 12.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class NaiveMasterWeights:
-    """Step float32 copies of parameters, and round them into the parameters."""
+    """An optimizer that steps float32 copies, and rounds them into the parameters."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class NaiveMasterWeights:
 
 
 class NaiveGradScaler:
-    """Multiply the loss, divide the gradients, leave out a step with inf or nan."""
+    """A loss scale S: multiplies the loss, and skips steps with inf or nan."""
 
     def __init__(self, factor: float = 2.0**16, interval: int = 2000) -> None:
         self.factor, self.interval, self.clean_steps = factor, interval, 0
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, S times as large."""
+        """Return the loss times S."""
         return loss * self.factor
 
     def step(self, optimizer: Optimizer) -> None:
@@ -65,12 +65,12 @@ PRODUCTS = {"linear", "matmul", "scaled_dot_product_attention"}
 
 
 class NaiveAutocast(TorchFunctionMode):
-    """A block in which products compute in bfloat16, and the loss in float32."""
+    """A context manager: products compute in bfloat16, and the loss in float32."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Look up the function that is called; cast the tensors that it gets."""
+        """Cast the tensor arguments of a function in the table, and call it."""
         kinds = dict.fromkeys(PRODUCTS, torch.bfloat16)
         kinds["cross_entropy"] = torch.float32
         dtype = kinds.get(getattr(function, "__name__", ""))

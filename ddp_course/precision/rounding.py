@@ -1,13 +1,13 @@
-"""Where rounding hurts: updates that are lost, and sums that depend on their order.
+"""The damage of rounding: updates that are lost, and sums that depend on the order.
 
 A weight w and an update u are numbers of a format; w + u is rounded to it again. If u
 is less than half of the distance to the next number, the sum is w: the update is lost,
-and so is the next one, for ever. Three cures; the first two keep what is lost:
+and so is every later one. There are three cures; the first two keep the lost part:
 
     a master copy     add in more bits, and round a copy          4 bytes a parameter
-    compensation      remember what was lost, and add it to the   2 bytes a parameter
+    compensation      store the lost part, and add it to the      2 bytes a parameter
                       next update (Kahan)
-    stochastic        round up or down by chance, so that the     no memory, but noise
+    stochastic        round up or down at random, so that the     no memory, but noise
     rounding          mean is right
 
 Higham 2002, "Accuracy and Stability of Numerical Algorithms", sections 4.2 and 4.3;
@@ -23,18 +23,18 @@ ORDERS = ("one by one", "tree", "ring")
 
 
 def lost(weight: Tensor, update: Tensor) -> Tensor:
-    """Tell, for each element, whether adding a non-zero `update` changes nothing.
+    """Return, for each element, whether adding a non-zero `update` changes nothing.
 
-    Both of one floating type and shape, as is the result, of bool.
+    Both have the same floating-point type and shape; the result is a bool tensor.
     """
     return (weight + update == weight) & (update != 0)
 
 
 def kahan_add_(total: Tensor, compensation: Tensor, value: Tensor) -> Tensor:
-    """Add `value` to `total`, and to `compensation` what the addition has lost.
+    """Add `value` and `compensation` to `total`; keep the lost part in `compensation`.
 
-    All of one shape and type; the first two are changed in place, `total` is returned.
-    `total + compensation` is what would be there with about twice as many bits.
+    All have one shape and type. Changes the first two in place, and returns `total`.
+    `total + compensation` is the sum with about twice as many bits.
     """
     wanted = value + compensation
     before = total.clone()
@@ -48,9 +48,9 @@ def stochastic_round(
 ) -> Tensor:
     """Round float32 `x` to one of its two neighbours in `dtype`: its mean is `x`.
 
-    Up with the probability of the part of the way that `x` has gone to the upper one.
-    `dtype` is torch.bfloat16: its bits are the upper half of float32's, so that adding
-    16 random bits and cutting the lower half off does it. ValueError for another.
+    The nearer `x` is to the upper neighbour, the more probably it is rounded up.
+    `dtype` must be torch.bfloat16: its bits are the upper half of float32's, so that
+    one adds 16 random bits and cuts off the lower half. Raises ValueError for another.
     """
     if dtype is not torch.bfloat16 or x.dtype is not torch.float32:
         raise ValueError(
@@ -71,20 +71,20 @@ def sum_in_order(
     """Return the sum of N ranks' vectors, rounded to `dtype` after every addition.
 
     Args:
-        values: (N, n), what each rank has.
-        order: "one by one": rank 0's and rank 1's, and so on, one after the other, as a
-            naive all-reduce; "ring": the same, but chunk k of n/N elements begins
-            with rank k + 1, as in `collectives.ring`; "tree": neighbours, then
-            neighbours of those: log2(N) deep.
+        values: (N, n), a row for each rank.
+        order: "one by one" adds ranks 0, 1, 2, ..., as a naive all-reduce does. "ring"
+            does the same, but starts chunk k of n/N elements with rank k + 1, as
+            `collectives.ring`. "tree" adds pairs, then pairs of sums, and so on.
 
-    (n,), of `dtype`. Relative to the sum of all |values|, the error is at most about
-    (N - 1) eps/2 one by one and in a ring, ceil(log2 N) eps/2 in a tree; with random
-    signs it is about the root of that. Raises ValueError for another order.
+    The result is (n,), of `dtype`. Its error, relative to the sum of all |values|, is
+    at most about (N - 1) eps/2 one by one and in a ring, and ceil(log2 N) eps/2 in a
+    tree; with random signs it is about the root of that. Raises ValueError for another
+    order.
     """
     check_choice("order", order, ORDERS)
     if order == "ring":
         count, numel = values.shape
-        chunk = ((torch.arange(numel) + 1) * count - 1) // numel  # of each element
+        chunk = ((torch.arange(numel) + 1) * count - 1) // numel  # each element's chunk
         ranks = (chunk + 1 + torch.arange(count)[:, None]) % count
         values = values.gather(0, ranks)  # each chunk from its first rank on
     rows = list(values.to(dtype))

@@ -1,20 +1,20 @@
-"""Loss scaling: gradients that float16 would lose, made larger for a while.
+"""Loss scaling: multiply small gradients during backward, so that float16 keeps them.
 
-float16 has nothing between 0 and 6e-8, and many gradients are smaller. Backward is
-linear: of a loss that is S times as large, every gradient is S times as large, those on
-the way, too. So
+float16 has no number between 0 and 6e-8, and many gradients are smaller. Backward is
+linear: if the loss is multiplied by S, so is every gradient, also those between layers.
+So
 
-    scale      multiply the loss by S, then backward
-    unscale    divide the gradients by S, in float32; is any inf or nan?
-    step       only if none is
-    update     after an inf or nan S was too large: halve it; after many steps without,
-               perhaps it can be larger: double it
+    scale      multiply the loss by S, then run backward
+    unscale    divide the gradients by S, in float32; check for inf and nan
+    step       only if there is none
+    update     after an inf or nan, S was too large: halve it; after many steps without,
+               try a larger one: double it
 
-Whether to step is one decision of *all* ranks that have parts of the model. If each
-took its own, the rank with the inf would stay where it is, and the others go on.
+*All* ranks that have parts of the model must decide together whether to step. If each
+decided on its own, the rank with the inf would skip the step, and the others would not.
 
 Micikevicius et al. 2018, "Mixed Precision Training", section 3.2;
-torch/amp/grad_scaler.py. bfloat16 has the exponents of float32, and needs none of it.
+torch/amp/grad_scaler.py. bfloat16 has the range of float32, and needs no loss scaling.
 Chapter 12.
 """
 
@@ -29,7 +29,7 @@ from ddp_course.mechanisms.guards import seen_by_all
 
 
 class GradScaler:
-    """Multiplies losses, divides gradients, and leaves out steps with inf or nan.
+    """A loss scale S: multiplies the loss, and skips steps with inf or nan.
 
         scaler = GradScaler()
         scaler.scale(loss).backward()
@@ -42,13 +42,13 @@ class GradScaler:
 
     Args:
         init_scale: S at first.
-        growth_factor, backoff_factor: what S is multiplied by.
-        growth_interval: after so many steps in a row without inf or nan S grows.
-        enabled: False for one that changes nothing, as in other precisions.
+        growth_factor, backoff_factor: the factors by which S grows and shrinks.
+        growth_interval: S grows after so many steps in a row without inf or nan.
+        enabled: False for a scaler that does nothing, for other precisions.
 
-    Raises ValueError for factors that would not grow and shrink, RuntimeError for calls
-    in another order. As torch.amp.GradScaler, also with parameters, gradients or states
-    in shards: then all ranks call it together.
+    Raises ValueError for factors that would not make S grow or shrink, RuntimeError for
+    calls in another order. As torch.amp.GradScaler, also for sharded parameters,
+    gradients or states: then all ranks call its methods together.
     """
 
     def __init__(
@@ -73,10 +73,11 @@ class GradScaler:
         self.enabled, self.factor = enabled, float(init_scale) if enabled else 1.0
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.clean_steps = growth_interval, 0
-        self.skipped: dict[Optimizer, bool] = {}  # those unscaled since the last update
+        # {optimizer unscaled since the last update: whether its step is skipped}
+        self.skipped: dict[Optimizer, bool] = {}
 
     def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
-        """Return a loss, or a list or tuple of outputs, S times as large."""
+        """Return a loss, or a list or tuple of outputs, multiplied by S."""
         if not self.enabled:
             return outputs
         if isinstance(outputs, Tensor):
@@ -89,15 +90,15 @@ class GradScaler:
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by S; once for each step, by all ranks together."""
+        """Divide the gradients by S; all ranks call it together, once for each step."""
         if not self.enabled:
             return
         if optimizer in self.skipped:
             raise RuntimeError(
-                "unscale_ was called already for this optimizer since the last "
-                "update(): its gradients would be divided twice"
+                "unscale_ was called twice for this optimizer since the last update(): "
+                "its gradients would be divided twice; call it once for each step"
             )
-        inner = getattr(optimizer, "unscaled", optimizer)  # what has the gradients
+        inner = getattr(optimizer, "unscaled", optimizer)  # MasterWeights has one
         found = [
             self._unscale(p.grad)
             for group in inner.param_groups
@@ -108,31 +109,34 @@ class GradScaler:
         self.skipped[optimizer] = bool(seen_by_all(optimizer, own))
 
     def _unscale(self, gradient: Tensor) -> Tensor:
-        """Divide in place; return nan if there is inf or nan, else 0.0."""
+        """Divide a gradient in place; return nan if it has inf or nan, else 0.0."""
         if gradient.dtype is torch.float16:
             raise ValueError(
-                "a gradient is torch.float16: divided, it could be lost again. Keep "
-                "parameters in float32 (autocast), or step MasterWeights"
+                "a gradient is torch.float16; when it is divided, it could become 0. "
+                "Keep parameters in float32 (autocast), or use MasterWeights"
             )
         gradient.mul_(1 / self.factor)
-        # 0 * inf is nan. Of a million gradients, with one thread, dividing and looking
-        # take 0.9 ms; by isfinite 3.2, all in one tensor 9, and in PyTorch's own kernel
-        # (torch._amp_foreach_non_finite_check_and_unscale_) 0.3, of a step of 150.
+        # 0 * inf is nan. For a million gradients and one thread, this and the division
+        # take 0.9 ms; with isfinite 3.2 ms, in one flat tensor 9 ms, and with PyTorch's
+        # kernel (torch._amp_foreach_non_finite_check_and_unscale_) 0.3 ms. A step takes
+        # 150 ms.
         return (gradient * 0).sum().float()
 
     def step(self, optimizer: Optimizer) -> None:
-        """Call `optimizer.step()`, unless a gradient of some rank is inf or nan."""
+        """Call `optimizer.step()`, unless a gradient on any rank is inf or nan."""
         if optimizer not in self.skipped:
             self.unscale_(optimizer)
         if not self.skipped.get(optimizer):
             optimizer.step()
 
     def update(self) -> None:
-        """Choose S for the next step."""
+        """Shrink S after an inf or nan; grow it after enough clean steps."""
         if not self.enabled:
             return
         if not self.skipped:
-            raise RuntimeError("update() is for after step(optimizer): there was none")
+            raise RuntimeError(
+                "update() was called before step(optimizer); call step first"
+            )
         if any(self.skipped.values()):
             self.factor, self.clean_steps = self.factor * self.backoff_factor, 0
         else:
@@ -142,7 +146,7 @@ class GradScaler:
         self.skipped.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return S and its settings, as PyTorch's; {} if this is not enabled."""
+        """Return S and its settings in PyTorch's format; {} if this is not enabled."""
         if not self.enabled:
             return {}
         return {
@@ -154,12 +158,13 @@ class GradScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state of this class or of PyTorch's."""
+        """Load a state of this class or of PyTorch's."""
         if not self.enabled:
             return
         if not state:
             raise RuntimeError(
-                "the state is empty, as of a scaler that is not enabled; this one is"
+                "the state is empty: it is of a scaler that was not enabled; load it "
+                "into GradScaler(enabled=False)"
             )
         self.factor, self.clean_steps = state["scale"], state["_growth_tracker"]
         self.growth_factor = state["growth_factor"]

@@ -1,24 +1,24 @@
-"""Floor 0: what it must cost, as closed forms. Nothing is sent, nothing is measured.
+"""Floor 0: closed forms for time, bytes and memory. Nothing is sent or measured.
 
 `theory.all_reduce_ring(4, 2**20).over(link)` is the time in seconds that four ranks
 need to all-reduce 1 MiB in a ring of such links. Read the modules in this order:
 
     collectives one table: messages, bytes on the critical path, bytes that each rank
                 sends; bounds, bus bandwidth, ring or tree (chapters 02 and 03)
-    fit         from measured times back to alpha and beta (chapter 02)
-    memory      what a rank keeps and sends, by ZeRO stage (chapters 06, 07 and 08)
-    activations what forward keeps for backward (chapter 06)
-    plan        models, which stage fits on which GPU, what it costs (chapter 08)
+    fit         alpha and beta, estimated from measured times (chapter 02)
+    memory      stored and sent bytes of a rank, by ZeRO stage (chapters 06 to 08)
+    activations bytes that forward keeps for backward (chapter 06)
+    plan        the ZeRO stages that fit on a GPU, and their costs (chapter 08)
     tensor_parallel
-                what tensor parallelism sends in a step, and what it keeps (chapter 09)
+                sent and stored bytes of tensor parallelism (chapter 09)
     pipeline    time, bubble, activations and bytes of a pipeline (chapters 10 and 11)
-    composition what a rank of dp x tp x pp keeps and sends along each axis
+    composition stored and sent bytes of a rank in dp x tp x pp, along each axis
     asynchrony  gradients per second, staleness, stable learning rates (chapter 13)
-    compression bytes of compressed gradients, and of averages now and then (chapter 14)
-    ordering    the next step's wait for gradients, in any order (chapter 15)
+    compression bytes of compressed gradients, and of local SGD (chapter 14)
+    ordering    step times for any order of sending gradients (chapter 15)
     context_parallel
                 bytes and work of attention over a divided sequence (chapter 16)
-    checks: what the formulas ask of their arguments
+    checks: checks of the formulas' arguments
 """
 
 from ddp_course.theory.activations import (

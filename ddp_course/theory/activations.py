@@ -1,7 +1,7 @@
-"""What a transformer's forward keeps for its backward: its activations, in bytes.
+"""The bytes of activations: the tensors that a transformer keeps for backward.
 
 Symbols as in the paper: b rows of s tokens, h channels, a heads, v words, t ranks of
-tensor parallelism; everything is divided by t that tensor or sequence parallelism cut.
+tensor parallelism. Bytes of tensors that these ranks divide are divided by t.
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
 Models", arXiv:2205.05198, sections 4 and 5. Explained in chapter 06.
 """
@@ -37,8 +37,8 @@ def layer_activations(
         mlp          19 sbh      inputs of both matrices and of GELU, a dropout mask
         norms        4 sbh       the inputs of both LayerNorms
 
-    Together sbh (34 + 5as/h). The mean and the deviation that a LayerNorm keeps of each
-    token (8 bytes) are left out, as in the paper.
+    Together sbh (34 + 5as/h). As in the paper, the mean and the deviation that a
+    LayerNorm keeps for each token (8 bytes) are not counted.
 
     Args:
         batch: b, rows in a microbatch.
@@ -46,17 +46,17 @@ def layer_activations(
         hidden: h, channels.
         heads: a.
         tp: t, ranks that share each matrix; must divide `heads` and `hidden`.
-        sequence_parallel: the t ranks also share what lies between the matrices, cut by
-            tokens. Without, each of the t has all of it.
-        fused_attention: FlashAttention: of the scores only one float32 per token and
-            head is kept (the logarithm of the softmax's sum).
+        sequence_parallel: the t ranks also divide the tensors between the matrices, by
+            tokens. Without it, each rank keeps these tensors in full.
+        fused_attention: with FlashAttention, attention keeps one float32 per token and
+            head (the logarithm of the softmax's sum) in place of the scores.
         recompute: "selective" keeps no scores and computes them again; "full" keeps
-            nothing but the layer's input.
-        itemsize: bytes of a number; masks take 1 byte each in any case.
-        dropout: whether there is any.
+            only the layer's input.
+        itemsize: bytes of a number; an element of a mask always takes 1 byte.
+        dropout: whether the layer has dropout.
 
     Raises:
-        ValueError: for a value outside of what is said here.
+        ValueError: for a value that is not allowed here.
 
     Chapter 06.
     """
@@ -75,7 +75,7 @@ def layer_activations(
     else:
         per_score = 2 * itemsize + 1 if dropout else itemsize
         scores = per_score * heads * sequence**2 * batch
-    ends = (itemsize + mask) * sbh // between  # the input, and the last dropout's mask
+    ends = (itemsize + mask) * sbh // between  # the input and the last dropout's mask
     return {
         "attention": ends + 4 * itemsize * sbh // tp,
         "scores": 0 if recompute == "selective" else scores // tp,
@@ -99,23 +99,24 @@ def model_activations(
 ) -> int:
     """Return the bytes of activations at their peak.
 
-    What all layers keep, and the larger of two that are not there at one time: beside
-    the layers a dropout mask of the embedding, the inputs of the last LayerNorm and of
-    the output matrix, and the logits in float32, 4 sbv, when backward begins (without
-    `vocab`, nothing); and later what is computed again for one layer. Raises ValueError
-    as `layer_activations`. Source: Korthikanti et al. 2022, section 4.3. Chapter 06.
+    The sum of what all layers keep, and the larger of two parts that are not kept at
+    the same time. The first exists when backward begins: the embedding's dropout mask,
+    the inputs of the last LayerNorm and of the output matrix, and the logits in
+    float32, 4 sbv (0 without `vocab`). The second exists later: the activations of one
+    layer that are computed again. Raises ValueError as `layer_activations`. Source:
+    Korthikanti et al. 2022, section 4.3. Chapter 06.
     """
     options = {"itemsize": itemsize, "dropout": dropout}
     options["fused_attention"] = fused_attention
     layer = partial(layer_activations, batch, sequence, hidden, heads, **options)
 
-    def kept(how: str) -> int:
-        return sum(layer(recompute=how).values())
+    def kept(recompute: str) -> int:
+        return sum(layer(recompute=recompute).values())
 
     again = kept("none") - kept(recompute)
     sb = sequence * batch
-    beside = sb * ((2 * itemsize + int(dropout)) * hidden + 4 * vocab) if vocab else 0
-    return layers * kept(recompute) + max(again, beside)
+    ends = sb * ((2 * itemsize + int(dropout)) * hidden + 4 * vocab) if vocab else 0
+    return layers * kept(recompute) + max(again, ends)
 
 
 # ---- the course's own GPT, to the byte ---------------------------------------------
@@ -127,36 +128,38 @@ def gpt_activations(
     """Return the bytes that the course's GPT keeps for backward, on a CPU, by part.
 
     In float32, without dropout and with fused attention; B rows of T tokens, C channels
-    and H heads. Of each token a block keeps, in numbers of 4 bytes,
+    and H heads. For each token a block keeps, in numbers of 4 bytes,
 
         C + 2    the block's input and its mean and deviation, for norm1
-        C        what norm1 returns: the input of qkv
+        C        the output of norm1, which is the input of qkv
         3C       q, k and v
-        C + H    what attention mixes, the input of proj; its softmax's sum per head
+        C + H    attention's output, the input of proj; the softmax's sum per head
         C + 2    the sum after attention, its mean and deviation, for norm2
-        C        what norm2 returns: the input of mlp.up
+        C        the output of norm2, which is the input of mlp.up
         4C       the input of GELU
-        4C       what GELU returns: the input of mlp.down
+        4C       the output of GELU, which is the input of mlp.down
 
-    together 16C + H + 4: Korthikanti's 32 sbh without dropout, and what the paper
-    leaves out. The embedding keeps the tokens (8 bytes each) and the positions; the
-    head its input, mean, deviation and what its norm returns; the loss the logarithms
-    of the softmax, the targets and one number, their total weight.
+    together 16C + H + 4. That is Korthikanti's 32 sbh without dropout, and the small
+    tensors that the paper does not count. The embedding keeps the tokens (8 bytes each)
+    and the positions. The head keeps its input, mean, deviation and its norm's output.
+    The loss keeps the logarithm of the softmax, the targets and their total weight.
 
     Returns:
-        "embed", "blocks" (all of them), "head" and "loss". With recompute="full" a
-        block keeps its input alone.
+        Bytes of "embed", "blocks" (all of them), "head" and "loss". With
+        recompute="full" a block keeps only its input.
 
     Raises:
         ValueError: for too many tokens, another recomputation, or
-            recompute="selective": fused attention keeps no scores as it is.
+            recompute="selective", which has no effect: fused attention keeps no scores.
 
     Source: counted, and checked with `torch.autograd.graph.saved_tensors_hooks`.
     Chapter 06.
     """
     tokens = config.block_size if tokens is None else tokens
     if tokens > config.block_size:
-        raise ValueError(f"tokens is {tokens}; block_size is {config.block_size}")
+        raise ValueError(
+            f"tokens is {tokens}; it must be at most block_size, {config.block_size}"
+        )
     check_choice("recompute", recompute, ("none", "full"))
     bt, c = batch * tokens, config.d_model
     per_token = c if recompute == "full" else 16 * c + config.n_head + 4
@@ -173,9 +176,10 @@ def gpt_peak(
 ) -> int:
     """Return the most bytes that are kept for backward at any time of a step.
 
-    All of `gpt_activations`, at the end of forward; or, if the blocks are recomputed,
-    what one of them keeps then beside the inputs of all, when the head's and the loss's
-    are gone. What the operation that is running needs comes on top. Chapter 06.
+    Without recomputation the peak is at the end of forward: all of `gpt_activations`.
+    With it, the peak may be later, when the activations of head and loss are freed, and
+    those of one block are recomputed. The memory that the running operation needs for
+    itself is not counted. Chapter 06.
     """
     parts = gpt_activations(config, batch, tokens, recompute)
     again = 0

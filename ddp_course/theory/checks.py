@@ -1,7 +1,7 @@
-"""Check names, counts and measurements; the logarithm that formulas share.
+"""Checks of names, counts and measurements; and integer logarithms.
 
-Formulas check names and what cannot be together, not each number: what a step costs on
-0 ranks nobody asks. Drawings and schedules check numbers of theirs by these functions.
+Formulas check names and incompatible arguments, but not that each number is positive.
+Drawings and schedules check their own numbers with these functions.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from numbers import Integral, Real
 
 
 def check_count(name: str, value: int) -> None:
-    """Raise ValueError unless `value` counts something: an integer of 1 or more."""
+    """Raise ValueError unless `value` is an integer of 1 or more."""
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} is {value!r}; it must be an integer of 1 or more")
 
 
 def check_choice(name: str, value: object, known: Collection[object]) -> None:
-    """Raise ValueError unless `value` is one of those that are `known`."""
+    """Raise ValueError unless `value` is in `known`."""
     if value not in known:
-        told = ", ".join(map(repr, known))
-        raise ValueError(f"{name} is {value!r}; it can be {told}")
+        choices = ", ".join(map(repr, known))
+        raise ValueError(f"{name} is {value!r}; it can be {choices}")
 
 
 def check_not_negative(name: str, value: float) -> None:
@@ -37,7 +37,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 def log2_up(n: int) -> int:
-    """Return ceil(log2(n)), exactly: how often 1 is doubled until it is n or more."""
+    """Return ceil(log2(n)), exactly: the doublings of 1 until it is n or more."""
     return (int(n) - 1).bit_length()
 
 

@@ -1,17 +1,17 @@
-"""What a collective costs, algorithm by algorithm: one table, and what follows from it.
+"""The costs of collectives: a table of algorithms, and functions that use it.
 
 A message of m bytes takes alpha + beta m seconds: the "alpha-beta model" (Hockney
 1994; for collectives Thakur, Rabenseifner & Gropp 2005). A rank can send one message
 and receive another at the same time (full duplex) but not two of either, and any pairs
 may talk at once (a switch that never blocks). Then an algorithm's time is the time of
-its longest chain of messages, and a `Cost` says what is in that chain.
+its longest chain of messages, and a `Cost` has the messages and bytes of that chain.
 
-In every formula n is `world_size` and S is `nbytes`, what nccl-tests calls the size: of
-scatter what the root has at the start, of gather at the end; of a reduce or all-reduce
-what each rank has; of all-gather what each has at the end, of reduce-scatter at the
-start. With `nbytes=Fraction(1)` results are exact multiples of S. One rank alone has
-nobody to talk to: n = 1 costs nothing. Numbers are not checked. Explained in chapters
-02 and 03.
+In every formula n is `world_size`, and S is `nbytes`, which nccl-tests calls the size:
+for scatter, the root's tensor at the start; for gather, the root's at the end; for
+reduce and all-reduce, each rank's tensor; for all-gather, each rank's at the end; for
+reduce-scatter, each rank's at the start. With `nbytes=Fraction(1)` results are exact
+multiples of S. With n = 1 nothing is sent, and the cost is 0. Numbers are not checked.
+Explained in chapters 02 and 03.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ddp_course.theory.checks import (
     power_below,
 )
 
-if TYPE_CHECKING:  # formulas work without PyTorch, and links wait with it
+if TYPE_CHECKING:  # links import PyTorch, which formulas do not need
     from ddp_course.launch import Link, Links
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What stands on the critical path of an algorithm, whatever the network.
+    """The length of an algorithm's critical path, for any network.
 
-    `messages` is how many latencies pass one after the other, `nbytes` how many bytes.
-    (That some are added to others, too, is not counted.) Chapter 02.
+    `messages` is the number of latencies on the path, `nbytes` the number of bytes. The
+    time of additions is not counted. Chapter 02.
     """
 
     messages: float
@@ -51,7 +51,7 @@ class Cost:
         return float(self.messages * alpha + self.nbytes * beta)
 
     def over(self, link: Link) -> float:
-        """Return the time in seconds over links that are all like `link`."""
+        """Return the time in seconds, if all links are like `link`."""
         return self.seconds(link.latency, 1 / link.bandwidth)
 
 
@@ -63,11 +63,11 @@ class Algorithm:
     """A row of the table: called with (world_size, nbytes), it returns the `Cost`.
 
     Attributes:
-        about: what it does, its time, its source.
-        messages: of n, how many stand one after the other.
-        nbytes: of n, likewise, in multiples of S.
-        sent: of n and r, how many S rank r sends; a root is rank 0. None where that
-            depends on the size of its pieces.
+        about: the algorithm, its time, its source.
+        messages: a function of n: messages on the critical path.
+        nbytes: a function of n: bytes on the critical path, in multiples of S.
+        sent: a function of n and r: bytes that rank r sends, in multiples of S; the
+            root is rank 0. None if it depends on the size of the pieces.
     """
 
     about: str
@@ -76,14 +76,14 @@ class Algorithm:
     sent: Callable[[int, int], Fraction | int] | None
 
     def __call__(self, world_size: int, nbytes: float) -> Cost:
-        """Return what it costs for a tensor of `nbytes`."""
+        """Return the cost for a tensor of `nbytes`."""
         times = Fraction(self.nbytes(world_size) if world_size > 1 else 0)
         return Cost(
             self.messages(world_size), times.numerator * nbytes / times.denominator
         )
 
     def then(self, other: Algorithm, about: str) -> Algorithm:
-        """Return one after the other."""
+        """Return the algorithm that runs this one, and then the other."""
         return Algorithm(
             about,
             lambda n: self.messages(n) + other.messages(n),
@@ -95,12 +95,12 @@ class Algorithm:
 def children(rank: int, world_size: int) -> list[int]:
     """Return the ranks below `rank` in the binomial tree whose root is rank 0.
 
-    In the order in which a broadcast sends to them, the largest subtree first: they are
-    rank + 2^k for each 2^k below the rank's lowest set bit; a reduce uses the same
-    edges backwards. So 3 sends to 2, and then 2 to 0. (gloo's broadcast numbers its
-    tree the other way round, 1 to 3 and not 2 to 3: the same bytes in all, but other
-    ranks send them.) Raises ValueError for a rank outside 0 to world_size - 1. Source:
-    Thakur et al. 2005. Chapter 02.
+    They are rank + 2^k for each 2^k below the rank's lowest set bit, in the order in
+    which a broadcast sends to them: the largest subtree first. A reduce uses the same
+    edges backwards: 3 sends to 2, and then 2 to 0. (In gloo's broadcast the tree has
+    other edges, 1 to 3 and not 2 to 3: the total bytes are the same, but other ranks
+    send them.) Raises ValueError for a rank outside 0 to world_size - 1. Source: Thakur
+    et al. 2005. Chapter 02.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}; it can be 0 to {world_size - 1}")
@@ -114,7 +114,7 @@ def _but_one(n: int, r: int = 0) -> int:
 
 
 def _part(n: int, r: int = 0) -> Fraction:
-    """All but the own n-th."""
+    """Return (n-1)/n: all parts of a tensor except the rank's own."""
     return Fraction(n - 1, n)
 
 
@@ -127,13 +127,14 @@ def _to_children(n: int, r: int) -> int:
 
 
 def _fold(n: int) -> int:
-    """2 if some ranks are too many for a power of two: to another one, and back."""
+    """Return 2 if n is no power of two: messages of each extra rank, there and back."""
     return 2 * (power_below(n) != n)
 
 
 def _halved(n: int, r: int) -> Fraction | int:
-    p = power_below(n)  # ranks from p on send their tensor to rank r - p, and get the
-    return 1 if r >= p else 2 * _part(p) + (r + p < n)  # result from there
+    p = power_below(n)
+    # Rank r from p on sends its tensor to rank r - p, and receives the result from it.
+    return 1 if r >= p else 2 * _part(p) + (r + p < n)
 
 
 broadcast_naive = Algorithm(
@@ -211,10 +212,9 @@ def bytes_sent(algorithm: str, world_size: int) -> list[Fraction]:
 
     A byte meter on every rank must show these numbers (for sizes that the algorithm can
     divide into equal parts). `algorithm` is a name in ALGORITHMS; if it has a root,
-    that is rank 0. Raises ValueError for another name. All that an all-reduce sends,
-    added over the ranks, is 2(n-1) S, whichever the algorithm: each of the n-1 other
-    tensors is sent once to be added, and the result n-1 times to be kept (nccl-tests,
-    PERFORMANCE.md). Chapters 02 and 03.
+    that is rank 0. Raises ValueError for another name. All ranks of an all-reduce
+    together send 2(n-1) S, for every algorithm: n-1 tensors are sent to be added, and
+    the result is sent to n-1 ranks (nccl-tests, PERFORMANCE.md). Chapters 02 and 03.
     """
     known = {name: row for name, row in ALGORITHMS.items() if row.sent is not None}
     check_choice("algorithm", algorithm, known)
@@ -227,10 +227,9 @@ def bytes_sent(algorithm: str, world_size: int) -> list[Fraction]:
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """What is done `inside` the nodes and what `between` them, kept apart.
+    """The costs `inside` the nodes and `between` them, which have different links.
 
-    The links differ. Both are a `Cost`, or what one rank sends in multiples of S.
-    Chapter 03.
+    Both are a `Cost`, or the bytes that one rank sends in multiples of S. Chapter 03.
     """
 
     inside: Cost | Fraction
@@ -244,7 +243,7 @@ class TwoLevels:
 def all_reduce_hierarchical(
     nnodes: int, nproc_per_node: int, nbytes: float, variant: str = "sharded"
 ) -> TwoLevels:
-    """First inside each node, then between the nodes, then inside again: the costs.
+    """Return the costs of an all-reduce that sums inside each node, then between nodes.
 
     With G nodes of g ranks each (n = G g):
 
@@ -254,11 +253,12 @@ def all_reduce_hierarchical(
     - "sharded": a ring reduce-scatter inside leaves each rank with S/g of its node's
       sum; the ranks with the same local rank run a ring on it; a ring all-gather inside
       ends it. Inside 2(g-1) alpha + 2(g-1)/g S beta, between 2(G-1) alpha +
-      2(G-1)/G S/g beta: each node sends as much as before, but from g ranks at once.
-      If they share one network card per node, multiply these bytes by g.
+      2(G-1)/G S/g beta: each node sends as much as with "leader", but from g ranks at
+      once. If these share one network card, multiply the bytes between nodes by g.
 
-    Raises ValueError for another variant. Source: Cho et al., BlueConnect, MLSys 2019;
-    the first is Horovod's hierarchical all-reduce in its simplest form. Chapter 03.
+    Raises ValueError for another variant. Sources: "leader" is the simplest form of
+    Horovod's hierarchical all-reduce; "sharded" is Cho et al., BlueConnect, MLSys 2019.
+    Chapter 03.
     """
     inside, parts = _inside(nnodes, nproc_per_node, variant)
     across = all_reduce_ring(nnodes, nbytes / parts)
@@ -268,12 +268,13 @@ def all_reduce_hierarchical(
 def hierarchical_bytes_sent(
     nnodes: int, nproc_per_node: int, variant: str = "sharded"
 ) -> list[TwoLevels]:
-    """Return, for every rank in rank order, what it sends in a hierarchical all-reduce.
+    """Return the bytes that each rank sends in a hierarchical all-reduce, by rank.
 
-    Of the variants of `all_reduce_hierarchical`, in multiples of S. "leader": the ranks
-    of a node send as in "all_reduce_tree", and local rank 0 alone 2(G-1)/G to another
-    node. "sharded": each sends 2(g-1)/g inside and 2(G-1)/G /g between. Both send
-    2(G-1) S between nodes in total. Raises ValueError likewise. Chapter 03.
+    For the variants of `all_reduce_hierarchical`, in multiples of S. "leader": the
+    ranks of a node send as in "all_reduce_tree", and only local rank 0 sends 2(G-1)/G
+    to another node. "sharded": each rank sends 2(g-1)/g inside and 2(G-1)/G /g between.
+    In both, 2(G-1) S are sent between nodes in total. Raises ValueError for another
+    variant. Chapter 03.
     """
     inside, parts = _inside(nnodes, nproc_per_node, variant)
     sent, across = bytes_sent(inside, nproc_per_node), 2 * _part(nnodes) / parts
@@ -291,9 +292,9 @@ def _inside(nnodes: int, nproc_per_node: int, variant: str) -> tuple[str, int]:
     return "all_reduce_ring", nproc_per_node
 
 
-# ---- how good it can be, how good a measured one is, which is better when ------------
+# ---- lower bounds, bus bandwidth, crossover ------------------------------------------
 
-BUS_FACTORS = {"all_reduce": 2, "broadcast": None, "reduce": None}  # None: all of it
+BUS_FACTORS = {"all_reduce": 2, "broadcast": None, "reduce": None}  # None: factor 1
 BUS_FACTORS |= {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 BUS_FACTORS |= {"scatter": 1, "gather": 1}
 
@@ -316,18 +317,18 @@ def least_bytes(collective: str, world_size: int, nbytes: float) -> float:
     - all_reduce, 2(n-1)/n S: each element needs n-1 additions and n-1 copies, in all
       2(n-1) S bytes sent by n ranks (Patarasuk & Yuan 2009).
     - reduce_scatter, (n-1)/n S: the additions alone; all_gather and all_to_all: each
-      rank receives what it has not; scatter and gather: the root sends, or receives,
-      all but its own part; broadcast and reduce, S: the root sends or receives all of
-      it (Chan, Heimlich, Purkayastha & van de Geijn 2007).
+      rank receives the parts that it lacks; scatter and gather: the root sends, or
+      receives, all but its own part; broadcast and reduce, S: the root sends or
+      receives all of it (Chan, Heimlich, Purkayastha & van de Geijn 2007).
 
-    Nothing for n = 1. Raises ValueError for another collective. Chapters 02 and 03.
+    0 for n = 1. Raises ValueError for another collective. Chapters 02 and 03.
     """
     factor = bus_factor(collective, world_size)
     return factor.numerator * nbytes / factor.denominator if world_size > 1 else 0
 
 
 def crossover(world_size: int, alpha: float, beta: float) -> float:
-    """Return the size in bytes from which on the ring is not slower than a double tree.
+    """Return the size in bytes from which on a ring is as fast as a double tree.
 
     `alpha` is in s, `beta` in s per byte. Every closed form of the table is
     m alpha + b S beta. The ring has m = 2(n-1) messages, as many as any, and

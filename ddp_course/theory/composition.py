@@ -1,26 +1,28 @@
-"""What a rank of dp x tp x pp keeps and sends in a step: what each axis says, in turn.
+"""The stored and sent bytes of one rank in a composition dp x tp x pp.
 
-Axes compose because each divides what the one before has left. With [embed, *blocks,
-head] as the layers of the course's GPT, a rank has
+Axes compose because each divides the parameters that the previous one left. With
+[embed, *blocks, head] as the layers of the course's GPT, a rank stores
 
     pp    the layers of its stages
-    tp    of their matrices 1/tp, of the rest all             layer_parameters
-    dp    of parameters, gradients and states what ZeRO       model_states, of these
-          leaves it
+    tp    1/tp of their matrices, and all their other         layer_parameters
+          parameters
+    dp    the share that ZeRO leaves of these parameters,     model_states
+          their gradients and states
 
-and sends, along each axis to other ranks, in a step of B rows for each data rank
+and sends, along each axis, in a step of B rows for each data-parallel rank
 
-    tp    of its layers only                                  tensor_parallel_volume
-    pp    B T C numbers for every boundary of its stages, whole on every tp rank: the
-          activation forward, its gradient back; and the gradient of a tied embedding
-    dp    of its parameters only                              step_volume
+    tp    for its layers                                      tensor_parallel_volume
+    pp    B T C numbers for every boundary of its stages, from every tp rank: the
+          activation in forward, its gradient in backward; and the gradient of a tied
+          embedding
+    dp    for its parameters                                  step_volume
     replicas
-          with hybrid sharding (HSDP), of its shard only: 2 (R-1)/R of Psi / F
+          with hybrid sharding (HSDP), for its shard: 2 (R-1)/R of Psi / F
 
-So one can read off hybrid sharding's 3 Psi (F-1)/F inside and 2 (Psi/F)(R-1)/R across.
-Counts that are a number or two (the loss, a norm, what ranks agree on) are left out.
+So hybrid sharding sends 3 Psi (F-1)/F inside a shard group and 2 (Psi/F)(R-1)/R between
+groups. Messages of a number or two (the loss, a norm, agreements) are not counted.
 Sources: those of the single formulas; Zhao et al. 2023, "PyTorch FSDP",
-arXiv:2304.11277, section 3.2.2. Held against the meters by the tests of `parallelize`.
+arXiv:2304.11277, section 3.2.2. The tests of `parallelize` compare with byte meters.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ from ddp_course.theory.tensor_parallel import layer_parameters, tensor_parallel_
 
 @dataclass(frozen=True)
 class AxisBytes:
-    """What one rank sends in a step along each axis, in bytes; dp inside its shards.
+    """The bytes that one rank sends in a step along each axis.
 
-    `replicas` is what goes to the ranks that have the same shard (HSDP).
+    `dp` is within the group that shards, `replicas` to ranks with the same shard
+    (HSDP).
     """
 
     tp: Fraction
@@ -60,15 +63,15 @@ class ComposedRank:
 
     Attributes:
         config: the course's GPT.
-        stages: the layers of the rank's stages; all if there are none.
-        dp, tp: ranks along these axes; of dp, `dp // replicas` share their shards.
-        replicas: R, groups of ranks that have the same shards (HSDP).
-        zero: what is sharded along dp: stage 0 (nothing) to 3.
-        buffers: elements of each flat buffer that is cut on its own; by default all of
-            the rank's parameters are one, and with stage 3 each unit is.
+        stages: the layers of each of the rank's stages; None: one stage with all.
+        dp, tp: ranks along these axes; `dp // replicas` ranks share one model.
+        replicas: R, the number of such groups (HSDP).
+        zero: the ZeRO stage along dp, 0 to 3.
+        buffers: elements of each flat buffer that is cut separately. By default, all of
+            the rank's parameters are one buffer; with stage 3, each unit is one.
         precision: as for `model_states`; the optimizer is AdamW.
 
-    Raises ValueError for a value outside of this.
+    Raises ValueError for a value that is not allowed here.
     """
 
     config: GPTConfig
@@ -81,7 +84,7 @@ class ComposedRank:
     precision: str | Precision = "fp32"
 
     def __post_init__(self) -> None:
-        """Check what the formulas do not."""
+        """Check the arguments that the formulas do not check; fill in defaults."""
         layers = self.config.n_layer + 2
         stages = [range(layers)] if self.stages is None else list(self.stages)
         if not stages or any(not s or s[0] < 0 or s[-1] >= layers for s in stages):
@@ -91,61 +94,61 @@ class ComposedRank:
             )
         object.__setattr__(self, "stages", stages)
         if self.dp % self.replicas:
-            told = f"replicas is {self.replicas}; it must divide dp, {self.dp}"
-            raise ValueError(told)
+            text = f"replicas is {self.replicas}; it must divide dp, {self.dp}"
+            raise ValueError(text)
         units = self.units()
         if self.buffers is None:
             buffers = units if self.zero == 3 else [sum(units)]
             object.__setattr__(self, "buffers", buffers)
         if sum(self.buffers) != sum(units):
             raise ValueError(
-                f"buffers have {sum(self.buffers)} elements; the rank has {sum(units)}"
+                f"buffers have {sum(self.buffers)} elements; they must have as many "
+                f"as the rank's parameters, {sum(units)}"
             )
 
     @property
     def layers(self) -> list[int]:
-        """The rank's layers, of all its stages."""
+        """The layers of all of the rank's stages."""
         return [layer for stage in self.stages for layer in stage]
 
     @property
     def one_end(self) -> bool:
-        """Whether the rank has the embedding, or the head, and another the other."""
+        """Whether the rank has one of embedding and head, but not both."""
         return (0 in self.layers) != (self.config.n_layer + 1 in self.layers)
 
     def units(self) -> list[int]:
-        """Return how many parameters the rank has in each unit of stage 3.
+        """Return the number of the rank's parameters in each unit of stage 3.
 
-        First those of no block (embedding and head), if it has any, then each block.
-        Raises ValueError as `layer_parameters`.
+        The first unit has embedding and head, if the rank has either; then each block
+        is a unit. Raises ValueError as `layer_parameters`.
         """
         numel, c = layer_parameters(self.config, self.tp), self.config
         ends = [layer for layer in self.layers if layer in (0, c.n_layer + 1)]
         root = sum(numel[layer] for layer in ends)
-        if c.tied and ends and not self.one_end:  # one matrix: it has both its ends
+        if c.tied and ends and not self.one_end:  # embedding and head share a matrix
             root -= c.vocab_size * c.d_model // self.tp
         blocks = [numel[layer] for layer in self.layers if layer not in ends]
         return [root] * (root > 0) + blocks
 
     def states(self, step_counts: int = 0) -> Ledger:
-        """Return the bytes that it keeps between two steps, by kind."""
-        how = self.zero, "adamw", self.precision
+        """Return the bytes that the rank stores between two steps, by kind."""
+        options = self.zero, "adamw", self.precision
         shards = self.dp // self.replicas
-        return model_states(self.buffers, shards, *how, step_counts=step_counts)
+        return model_states(self.buffers, shards, *options, step_counts=step_counts)
 
     def volume(self, batch: int) -> AxisBytes:
-        """Return the bytes that it sends in a step of `batch` rows of each data rank.
+        """Return the bytes that the rank sends in a step, in all microbatches.
 
-        Of all its microbatches together; rows are as long as the model's block size, T.
-        On average over the ranks of an axis, where a ring's pieces are of unequal
-        sizes.
+        Each data-parallel rank has `batch` rows, which are as long as the model's block
+        size, T. If a ring's chunks are unequal, this is the mean over its ranks.
         """
         c, width = self.config, precision_named(self.precision)
-        how = {"itemsize": width.activation, "layers": self.layers}
-        in_tp = tensor_parallel_volume(c, batch, self.tp, **how)
+        options = {"itemsize": width.activation, "layers": self.layers}
+        in_tp = tensor_parallel_volume(c, batch, self.tp, **options)
         hidden = batch * c.block_size * c.d_model * width.activation
         ends = [(stage[0] > 0) + (stage[-1] <= c.n_layer) for stage in self.stages]
         in_pp = sum(ends) * hidden
-        if c.tied and self.one_end:  # the rank with the other end has the matrix, too
+        if c.tied and self.one_end:  # another rank has the same matrix: sum gradients
             in_pp += c.vocab_size * c.d_model // self.tp * width.gradient
         shards = self.dp // self.replicas
         in_dp = step_volume(self.buffers, shards, self.zero, self.precision)

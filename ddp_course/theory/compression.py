@@ -1,9 +1,9 @@
-"""What fewer bytes cost on the wire: compressed gradients, and averages now and then.
+"""The bytes that ranks send with compressed gradients, and with local SGD.
 
-For a bucket of d numbers on N ranks, of 4 bytes each unless told otherwise:
+For a bucket of d float32 numbers on N ranks:
 
-                    what a rank sends                          can an all-reduce add it?
-    as it is        2 (N-1)/N of 4 d                           yes
+                    bytes that a rank sends                    can an all-reduce add it?
+    uncompressed    2 (N-1)/N of 4 d                           yes
     16 bits         2 (N-1)/N of 2 d                           yes
     8 bits          2 (N-1)/N of d + 4 d / block               no: scatter, add, gather
     sign            (N-1) times d / 8 + 4                      no: all-gather
@@ -11,9 +11,9 @@ For a bucket of d numbers on N ranks, of 4 bytes each unless told otherwise:
     random-k        2 (N-1)/N of 4 k                           yes: the same k for all
     PowerSGD        2 (N-1)/N of 4 r (n + m), for a matrix     yes: linear in it
 
-What is gathered grows with N, what is reduced hardly does. So top-k, gathered, is less
-than the plain all-reduce only while 8 k (N-1) < 8 d (N-1) / N, that is k / d < 1 / N,
-and sign (32 times smaller, for ever) only up to some 64 ranks. Chapter 14.
+The bytes of an all-gather grow with N, those of an all-reduce hardly do. So top-k sends
+less than the plain all-reduce only if 8 k (N-1) < 8 d (N-1) / N, that is k / d < 1 / N,
+and sign (always 32 times smaller) only for at most some 64 ranks. Chapter 14.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ INT32 = FLOAT32 = 4  # bytes
 
 
 def reduced(numel: int, itemsize: int, world_size: int, rank: int) -> int:
-    """Return what a rank sends in a ring all-reduce, whatever `numel` can be cut into.
+    """Return the bytes that a rank sends in a ring all-reduce of any size.
 
-    Of the N chunks it sends all but its own to be added, and then all but the next
-    rank's to be kept.
+    It sends all chunks but its own in the reduce-scatter, and all but the next rank's
+    in the all-gather.
     """
     bounds = [c * numel // world_size for c in range(world_size + 1)]
     own, next_one = (bounds[c + 1] - bounds[c] for c in (rank, (rank + 1) % world_size))
@@ -44,15 +44,15 @@ def reduced(numel: int, itemsize: int, world_size: int, rank: int) -> int:
 
 
 def kept(density: float, numel: int) -> int:
-    """Return k: how many of `numel` numbers top-k and random-k send, at least one."""
+    """Return k: the count of numbers that top-k and random-k send, at least one."""
     return max(1, round(density * numel))
 
 
 def factored(shape: Sequence[int], rank: int) -> tuple[int, int]:
-    """Return the sizes of P and Q of a gradient, or (0, 0) if it goes as it is.
+    """Return the sizes of a gradient's factors P and Q; (0, 0) if it is sent whole.
 
-    The first dimension is n, all others together are m. PyTorch's rule, too: factors
-    are sent if they are less than half of the matrix.
+    The first dimension is n, all others together are m. As in PyTorch, factors are sent
+    if they are smaller than half of the matrix.
     """
     n, m = prod(shape[:1]), prod(shape[1:])
     r = min(n, m, rank)
@@ -60,7 +60,7 @@ def factored(shape: Sequence[int], rank: int) -> tuple[int, int]:
 
 
 def _eight_bits(numel: int, n: int, block: int) -> int:
-    blocks = -(-numel // (n * block))  # of each rank's part
+    blocks = -(-numel // (n * block))  # in each rank's part
     return 2 * (n - 1) * blocks * (block + FLOAT32)
 
 
@@ -71,7 +71,7 @@ def _power(shapes: Sequence[Sequence[int]], n: int, rank: int, r: int) -> int:
     return reduced(ps + rest, FLOAT32, n, rank) + reduced(qs, FLOAT32, n, rank)
 
 
-# (shapes, d, N, rank, what stands after the colon) -> bytes
+# {name: function (shapes, d, N, rank, number after the colon) -> bytes}
 METHODS: dict[str, Callable[..., int]] = {
     "none": lambda shapes, d, n, rank, _: reduced(d, FLOAT32, n, rank),
     "fp16": lambda shapes, d, n, rank, _: reduced(d, 2, n, rank),
@@ -94,20 +94,20 @@ def compressed_bytes(
     """Return how many bytes `rank` sends to average one bucket of float32 gradients.
 
     Args:
-        method: as after `train --compress`: "fp16", "int8", "topk:0.01", "powersgd:4";
+        method: as for `train --compress`: "fp16", "int8", "topk:0.01", "powersgd:4";
             "none" is the plain all-reduce.
         shapes: of the gradients in the bucket.
         world_size: N.
-        rank: whose bytes; they differ where N does not divide what is reduced.
+        rank: the sender; ranks differ if N does not divide the number of elements.
 
-    All by this course's collectives: all-reduces are rings. Raises ValueError for a
-    method that there is not, and for no rank. Chapter 14.
+    For this course's collectives, in which all-reduces are rings. Raises ValueError for
+    an unknown method, or for a method without its number. Chapter 14.
     """
     name, _, amount = method.partition(":")
     check_choice("method", name, METHODS)
     value = float(amount) if amount else None
     if COMPRESSORS.get(name):
-        check_positive(f"what stands after {name}:", value)
+        check_positive(f"the number after {name}:", value)
     numel = sum(prod(shape) for shape in shapes)
     return METHODS[name](shapes, numel, world_size, rank, value)
 
@@ -115,11 +115,12 @@ def compressed_bytes(
 def local_sgd_bytes(
     world_size: int, nbytes: float, every: int, steps: int, warmup: int = 0
 ) -> Fraction:
-    """Return the bytes that each rank sends in `steps` steps, in rings.
+    """Return the bytes that each rank sends in `steps` steps of local SGD, in rings.
 
-    In `warmup` steps at first gradients travel, then parameters, after each `every`
-    steps: both are `nbytes`, so it is 1 / `every` of what data parallelism sends, and
-    nothing for steps that end before the next average. Chapter 14.
+    In the first `warmup` steps, gradients are averaged in every step. Then parameters,
+    which are as large (`nbytes`), are averaged after every `every` steps: 1 / `every`
+    of the bytes of data parallelism. Steps after the last average send nothing. Chapter
+    14.
     """
     alone = max(0, steps - warmup)
     times = min(steps, warmup) + alone // every

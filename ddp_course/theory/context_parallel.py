@@ -1,20 +1,20 @@
-"""Attention over a divided sequence: bytes that ranks send, and work that they do.
+"""Attention over a divided sequence: the bytes that ranks send, and their work.
 
-N ranks share B sequences of T tokens; each has T/N of them. With H heads of queries, K
-heads of keys and of values, D channels a head and s bytes a number, one rank's keys and
-values have u = 2 B (T/N) K D s bytes. In one layer each rank sends
+N ranks share B sequences of T tokens; each has T/N tokens of every sequence. With H
+heads of queries, K heads of keys and of values, D channels a head and s bytes a number,
+one rank's keys and values have u = 2 B (T/N) K D s bytes. In one layer each rank sends
 
                 forward                             backward
     gathered    (N - 1) u                           (N - 1) u
     ring        (N - 1) u                           (N - 1) (u + w)
     ulysses     (N - 1)/N B (T/N) 2 (H + K) D s     the same
 
-w are the bytes of the gradients of u, which travel in float32 at least: w = u, or 2 u
-for 16-bit numbers. Ring over Ulysses, forward, is N K / (H + K): with as many heads of
-keys as of queries N / 2.
+w are the bytes of the gradients of keys and values, which are sent in float32 at least:
+w = u, or 2 u for 16-bit numbers. In forward, the ring sends N K / (H + K) times as much
+as Ulysses; with K = H that is N / 2.
 
-In causal attention position i sees i + 1 keys, so all positions together T (T + 1) / 2
-pairs (query, key). Of these a rank has, with c = T / N,
+In causal attention position i sees i + 1 keys, so all positions together have
+T (T + 1) / 2 pairs (query, key). Of these rank r has, with c = T / N,
 
     contiguous  c^2 r + c (c + 1) / 2               the last: nearly 2 - 1/N of the mean
     zigzag      T (T + 1) / (2 N)                   all equal
@@ -64,7 +64,7 @@ def attention_volume(
 
     Args:
         attention: one of `spec.ATTENTION`.
-        ranks: N, which share each sequence.
+        ranks: N, the ranks that share each sequence.
         batch: B, sequences.
         length: T, tokens of a sequence; a multiple of N.
         heads: H, heads of queries.
@@ -89,7 +89,7 @@ def attention_volume(
 
 
 def causal_pairs(assignment: str, length: int, ranks: int) -> list[Fraction]:
-    """Return how many pairs (query, key) each rank has to compute.
+    """Return the number of pairs (query, key) that each rank computes.
 
     `assignment` is "contiguous", "zigzag" or "striped"; `length` is a multiple of
     `ranks`, for zigzag of twice that. Chapter 16.
@@ -105,6 +105,6 @@ def causal_pairs(assignment: str, length: int, ranks: int) -> list[Fraction]:
 
 
 def unfairness(assignment: str, length: int, ranks: int) -> Fraction:
-    """Return the work of the busiest rank, over that of the mean. Chapter 16."""
+    """Return the work of the busiest rank, divided by the mean. Chapter 16."""
     pairs = causal_pairs(assignment, length, ranks)
     return max(pairs) * ranks / sum(pairs)

@@ -1,12 +1,12 @@
-"""From measured times back to a link: the alpha-beta line through them.
+"""Fit the alpha-beta line of a link to measured times.
 
     time = alpha + beta x bytes
 
-An ordinary least-squares line would be wrong in two ways. It counts microseconds, and
-where 64 MiB take 30 ms, an error of 1 ms there counts more than all small messages
-together, of 30 us each: alpha comes out as anything, even negative. And it counts
-squares, so that one interrupted measurement moves the line. So here *relative* errors
-count, and not squared. Explained in chapter 02.
+An ordinary least-squares line would be wrong in two ways. It minimises absolute errors:
+an error of 1 ms in the 30 ms of a message of 64 MiB outweighs all small messages, of
+30 us each, so that alpha is arbitrary, and may be negative. And it minimises squares,
+so that one interrupted measurement moves the line. So this module minimises *relative*
+errors, and not their squares. Explained in chapter 02.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fit:
-    """The line that was found: `alpha` in s, `beta` in s per byte, neither negative.
+    """A fitted line: `alpha` in s, `beta` in s per byte, neither negative.
 
     `residual` is the median relative error of the line, over all measurements: 0.05
-    says that half of the measured times differ from it by 5 % or less. Chapter 02.
+    means that half of the measured times differ from it by 5 % or less. Chapter 02.
     """
 
     alpha: float
@@ -39,13 +39,13 @@ class Fit:
 
     @property
     def link(self) -> Link:
-        """The link that takes as long: latency alpha, bandwidth 1/beta."""
-        from ddp_course.launch import Link  # with PyTorch
+        """The link with latency alpha and bandwidth 1/beta."""
+        from ddp_course.launch import Link  # imports PyTorch
 
         return Link(self.alpha, 1 / self.beta if self.beta else math.inf)
 
     def seconds(self, nbytes: float) -> float:
-        """Return how long a message of `nbytes` bytes takes by this line, in s."""
+        """Return the time in s of a message of `nbytes` bytes, on this line."""
         check_not_negative("nbytes", nbytes)
         return self.alpha + self.beta * nbytes
 
@@ -53,11 +53,10 @@ class Fit:
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
     """Fit alpha and beta to messages of `sizes` bytes that took `seconds` s each.
 
-    A size may be measured repeatedly and should be: its median counts, since a few
-    measurements are always too long. Through the medians goes the line for which the
-    sum of |line - time| / time is smallest (least absolute deviations, Boscovich 1757,
-    of relative errors). Some sizes that were too slow throughout hardly move that line,
-    as long as they are few and not all at one end.
+    Measure every size several times: its median is used, since a few measurements are
+    always too long. The line minimises the sum of |line - median| / median over the
+    sizes (least absolute deviations, Boscovich 1757, of relative errors). A few sizes
+    that are too slow throughout hardly move the line, unless all are at one end.
 
     Raises ValueError for unequal lengths, a negative size, a time that is not above 0,
     and fewer than two different sizes. Chapter 02.
@@ -76,7 +75,8 @@ def _medians(
 ) -> tuple[list[float], list[float]]:
     if len(sizes) != len(seconds):
         raise ValueError(
-            f"there are {len(sizes)} sizes and {len(seconds)} times; one for each"
+            f"there are {len(sizes)} sizes and {len(seconds)} times; pass one time for "
+            "each size"
         )
     times: dict[float, list[float]] = {}
     for i, (size, time) in enumerate(zip(sizes, seconds, strict=True)):
@@ -94,10 +94,9 @@ def _medians(
 def _best_line(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
     """Return the best (alpha, beta) with alpha >= 0 and beta >= 0.
 
-    Such a sum of absolute values is smallest at a corner: where the line goes through
-    two of the points, or through one of them with alpha = 0 or with beta = 0. With the
-    few sizes of a benchmark all corners can be tried. (The line clamped to 0 is thereby
-    refitted, too.)
+    The minimum of a sum of absolute values is at a corner: the line passes through two
+    of the points, or through one of them with alpha = 0 or beta = 0. A benchmark has
+    few sizes, so that all corners can be tried.
     """
     import numpy as np
 

@@ -1,17 +1,17 @@
-"""What a rank keeps of a model by ZeRO stage, and what it sends in a step.
+"""The bytes that a rank stores and sends in a step, by ZeRO stage.
 
 Psi parameters take 16 Psi bytes, whether training is in single precision (4 for the
 parameter, 4 for its gradient, 8 for Adam's two states) or in mixed precision (2 + 2,
 and 12 for a copy of the parameter and the two states in float32). DDP keeps them all on
-every rank. ZeRO cuts what it shards into N equal shards, one per rank:
+every rank. ZeRO divides some of them into N equal shards, one per rank:
 
     stage 1    the optimizer's states
     stage 2    the gradients, too
     stage 3    the parameters, too: what FSDP does
 
-All results are integers of bytes, padding included: where a flat buffer of n elements
-is cut, every rank keeps ceil(n / N) of them. Source: Rajbhandari et al. 2020, "ZeRO",
-arXiv:1910.02054, sections 3.1 and 5. Explained in chapters 06, 07 and 08.
+All results are whole bytes, padding included: of a flat buffer with n elements, every
+rank stores ceil(n / N). Source: Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054,
+sections 3.1 and 5. Explained in chapters 06, 07 and 08.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ STAGES = (0, 1, 2, 3)  # 0 shards nothing: DDP
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per element of what is kept, and of what travels.
+    """The bytes per element of stored tensors and of messages.
 
     Attributes:
-        parameter: of the parameters that are kept.
-        gradient: of the gradients that are kept.
-        master: of the optimizer's own copies of the parameters, 0 without any, and of
-            the gradients.
+        parameter: of the stored parameters.
+        gradient: of the stored gradients.
+        master: of the optimizer's own copies, of parameters and of gradients; or 0.
         state: of each of the optimizer's states.
         gathered: of a parameter that stage 3 gathers.
-        reduced: of a gradient that stage 3 sends to be added up.
-        activation: of what forward keeps for backward.
+        reduced: of a gradient that stage 3 reduce-scatters.
+        activation: of an activation that forward keeps for backward.
     """
 
     parameter: int
@@ -50,24 +49,24 @@ class Precision:
     activation: int
 
 
-# What each is in words: `ddp-course plan --help`. The first four train (`train`).
+# `ddp-course plan --help` describes each. `train` can use only the first four.
 PRECISIONS = {
     "fp32": Precision(4, 4, 0, 4, 4, 4, 4),
     "bf16": Precision(4, 4, 0, 4, 2, 4, 2),  # by autocast
     "fp16": Precision(4, 4, 0, 4, 2, 4, 2),
     "bf16-pure": Precision(2, 2, 0, 2, 2, 2, 2),
     "fsdp-bf16": Precision(4, 4, 0, 4, 2, 2, 2),
-    # With Adam 16 bytes a parameter, as in the ZeRO paper; Megatron-LM has 18 in bf16,
-    # and in fp16 20 (its README, "Distributed Optimizer"): beside the copy of a
-    # parameter, its optimizer has one of the gradient.
+    # With Adam, 16 bytes a parameter, as in the ZeRO paper. Megatron-LM has 18 with
+    # bf16 and 20 with fp16 (its README, "Distributed Optimizer"), since it also keeps
+    # gradients in float32.
     "mixed": Precision(2, 2, 4, 4, 2, 2, 2),
     "mixed-fp32-gradients": Precision(2, 4, 4, 4, 2, 4, 2),
     "mixed-both-gradients": Precision(2, 2, 8, 4, 2, 2, 2),
 }
 
-# How many numbers an optimizer keeps for each parameter.
+# {optimizer: the number of states that it keeps for each parameter}
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-STEP_BYTES = 4  # Adam's count of steps, one float32 for each parameter tensor
+STEP_BYTES = 4  # Adam counts steps in one float32 for each parameter tensor
 
 
 def check_stage(stage: int) -> None:
@@ -77,7 +76,7 @@ def check_stage(stage: int) -> None:
 
 
 def precision_named(precision: str | Precision) -> Precision:
-    """Return the precision of that name. ValueError for another name."""
+    """Return the precision with this name. Raises ValueError for an unknown name."""
     if isinstance(precision, Precision):
         return precision
     check_choice("precision", precision, PRECISIONS)
@@ -85,7 +84,7 @@ def precision_named(precision: str | Precision) -> Precision:
 
 
 def states_of(optimizer: str | int) -> int:
-    """Return how many states an optimizer keeps per parameter; a number is its own."""
+    """Return an optimizer's number of states per parameter; a number is returned."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool):
         if optimizer >= 0:
             return optimizer
@@ -128,7 +127,7 @@ def model_states(
     *,
     step_counts: int = 0,
 ) -> Ledger:
-    """Return what one rank keeps between two steps, in bytes by kind.
+    """Return the bytes that one rank stores between two steps, by kind.
 
     With K = master + states x state bytes, for Psi parameters and s = ceil(Psi / N):
 
@@ -137,20 +136,20 @@ def model_states(
         stage 2    parameter Psi + gradient s   + K s
         stage 3    parameter s   + gradient s   + K s
 
-    Under stage 3 something is gathered on top, see `gathered_bytes`. With hybrid
-    sharding (HSDP) `world_size` is that of the group that shards.
+    Stage 3 also holds gathered units, see `gathered_bytes`. With hybrid sharding
+    (HSDP), `world_size` is the size of the group that shards.
 
     Args:
-        numel: elements of the model, or of each flat buffer that is cut on its own.
+        numel: elements of the model, or of each flat buffer that is cut separately.
         world_size: N.
         stage: 0 (DDP) to 3.
-        optimizer: a name in OPTIMIZERS, or how many numbers it keeps per parameter.
+        optimizer: a name in OPTIMIZERS, or its number of states per parameter.
         precision: a name in PRECISIONS, or a `Precision`.
-        step_counts: how many counts of steps the optimizer keeps on this rank, one for
-            each tensor that it steps if it is Adam's; negligible, but not nothing.
+        step_counts: the number of step counters on this rank; Adam has one for each
+            tensor that it steps. Negligible, but not 0.
 
     Raises:
-        ValueError: for a value outside of what is said here.
+        ValueError: for a value that is not allowed here.
 
     Source: Rajbhandari et al. 2020, section 5 and table 1. Chapters 06, 07 and 08.
     """
@@ -175,18 +174,18 @@ def gathered_bytes(
     *,
     gradients: Sequence[int] = (),
 ) -> int:
-    """Return the bytes of what stage 3 holds gathered at one time, padding included.
+    """Return the bytes of the units that stage 3 holds gathered, padding included.
 
     Args:
-        units: the elements of each unit (a block, mostly) that is gathered: the largest
-            one; two, if the next is fetched while one computes; and what stays gathered
-            from forward to backward.
+        units: the elements of each unit (usually a block) that is gathered at the same
+            time: the largest one, or two if the next unit is prefetched; and units that
+            stay gathered from forward to backward.
         world_size: N.
         precision: as for `model_states`.
-        gradients: the elements of each unit whose whole gradient waits to be reduced.
+        gradients: the elements of each unit with an unsharded gradient at that time.
 
     Raises:
-        ValueError: for a value outside of what is said here.
+        ValueError: for a value that is not allowed here.
 
     Source: Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, section 3.2. Chapter 08.
     """
@@ -201,12 +200,11 @@ def gathered_bytes(
 
 @dataclass(frozen=True)
 class StepVolume:
-    """What each rank sends in one step, in bytes.
+    """The bytes that each rank sends in one step.
 
     Attributes:
-        reduced: gradients on their way to be added up (the first half of an
-            all-reduce, or a reduce-scatter).
-        gathered: what is then brought back to all (the second half, or all-gathers).
+        reduced: gradients in reduce-scatters, or in the first half of all-reduces.
+        gathered: tensors in all-gathers, or in the second half of all-reduces.
     """
 
     reduced: Fraction
@@ -228,7 +226,7 @@ def step_volume(
 ) -> StepVolume:
     """Return the bytes that each rank sends in one step, on average over the ranks.
 
-    Each time something passes all ranks it costs (N-1)/N of its bytes:
+    Each reduce-scatter and each all-gather sends (N-1)/N of the bytes:
 
         stage 0       all-reduce of the gradients = reduce-scatter + all-gather: 2
         stages 1, 2   reduce-scatter of the gradients, all-gather of the parameters: 2

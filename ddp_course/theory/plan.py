@@ -1,11 +1,12 @@
-"""What fits on a GPU, with which ZeRO stage, and what it costs to send.
+"""Plan a training: which ZeRO stages fit on a GPU, and how much each sends.
 
     for row in plan(MODELS["gpt2-xl"], gpus=8, memory=24e9):
         print(row.name, row.ledger.total, row.fits, row.bytes_sent)
 
-Gigabytes are decimal, GB = 1e9 bytes, as in the ZeRO paper and as GPUs are sold (an "80
-GB" GPU has a little more, but also a CUDA context, some 0.5 GB, and fragments). Not
-counted: buckets on their way and work space. Explained in chapters 07 and 08.
+Gigabytes are decimal, GB = 1e9 bytes, as in the ZeRO paper and as GPUs are sold. (An
+"80 GB" GPU has a little more, but a CUDA context takes some 0.5 GB of it, and some is
+lost to fragmentation.) Buckets and work space are not counted. Explained in chapters 07
+and 08.
 """
 
 from __future__ import annotations
@@ -26,19 +27,18 @@ from ddp_course.theory.memory import (
     step_volume,
 )
 
-MOST_GPUS = 2**20  # beyond, one does not look
+MOST_GPUS = 2**20  # the largest number of GPUs that `fewest_gpus` tries
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a plan has to know of a model.
+    """A model's sizes, as far as a plan needs them.
 
     Attributes:
-        parameters: how many.
-        layers, hidden, heads, sequence, vocab: its shape; 0 if unknown. Without layers
-            and hidden nothing is known of blocks, and without all but the last nothing
-            of activations.
-        config: the course's own GPT, if it is one: then activations are exact.
+        parameters: their number.
+        layers, hidden, heads, sequence, vocab: its shape; 0 if unknown. The size of
+            blocks needs layers and hidden; activations need all but vocab.
+        config: for the course's own GPT; then activations are exact.
     """
 
     parameters: int
@@ -53,7 +53,7 @@ class Model:
         """Check every value."""
         if (self.layers > 0) != (self.hidden > 0):
             raise ValueError(
-                f"layers is {self.layers} and hidden {self.hidden}; say both, or none"
+                f"layers is {self.layers} and hidden {self.hidden}; set both or neither"
             )
         if self.layers * self.block > self.parameters:
             raise ValueError(
@@ -64,19 +64,19 @@ class Model:
 
     @property
     def block(self) -> int:
-        """Parameters of one layer, 12 h² + 13 h as in GPT-2 (the course's: + 10 h)."""
+        """The parameters of a layer: 12 h² + 13 h in GPT-2, 12 h² + 10 h in ours."""
         if not self.layers:
             return 0
         return 12 * self.hidden**2 + (10 if self.config else 13) * self.hidden
 
     @property
     def root(self) -> int:
-        """Parameters that belong to no layer: embedding, last norm, output matrix."""
+        """The parameters of no layer: embedding, last norm, output matrix."""
         return self.parameters - self.layers * self.block
 
     @property
     def units(self) -> list[int]:
-        """What stage 3 gathers on its own: what belongs to no layer, and each layer."""
+        """The sizes of stage 3's units: one for `root`, and one for each layer."""
         if not self.layers:
             return [self.parameters]
         return [self.root] * (self.root > 0) + [self.block] * self.layers
@@ -90,14 +90,15 @@ class Model:
     ) -> int:
         """Return the bytes of activations on one GPU; 0 for a model of unknown shape.
 
-        Exact for the course's GPT in float32; else `model_activations`, with dropout as
-        in GPT-2 and GPT-3. Under autocast it is more: some numbers stay in float32.
-        Raises ValueError for other values than these say. Chapter 06.
+        Exact for the course's GPT in float32; otherwise `model_activations`, with
+        dropout as in GPT-2 and GPT-3. Autocast needs more, since it keeps some tensors
+        in float32. Raises ValueError for an unknown precision or recomputation. Chapter
+        06.
         """
         check_choice("recompute", recompute, RECOMPUTE)
         itemsize = precision_named(precision).activation
         if self.config is not None and itemsize == 4 and fused_attention:
-            # Fused attention keeps no scores that could be left out.
+            # Fused attention keeps no scores, so "selective" has no effect.
             how = "full" if recompute == "full" else "none"
             return gpt_peak(self.config, batch, recompute=how)
         if not (self.layers and self.hidden and self.heads and self.sequence):
@@ -133,21 +134,22 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy: what a GPU keeps, and what it sends.
+    """A row of the plan: the bytes that one GPU stores and sends with a strategy.
 
     Attributes:
         name: "DDP", "ZeRO-1" to "ZeRO-3", or "ZeRO-3 + CPU offload".
         stage: 0 to 3.
         ledger: bytes on the GPU at the peak of a step, by kind. Communication buffers
-            are what stage 3 holds gathered: what belongs to no layer, one layer that
-            computes, one that is fetched, and the gradients of one layer and of what
-            belongs to none.
+            are the units that stage 3 holds gathered (the root, the layer that
+            computes, and a prefetched one) and the unsharded gradients of the root and
+            of one layer.
         fits: whether the ledger's total is at most the GPU's memory; None if it is, but
-            activations are not known: then nobody can tell.
+            without the activations, which are unknown.
         bytes_sent: to other GPUs, in a step, per GPU.
-        times_ddp: `bytes_sent` over that of DDP; None on one GPU, which sends nothing.
-        seconds: `bytes_sent` at the bandwidth; None without one. Nothing overlaps here.
-        on_host: bytes that its part takes in the host's memory, 0 without offload.
+        times_ddp: `bytes_sent` divided by DDP's; None on one GPU, which sends nothing.
+        seconds: `bytes_sent` divided by the bandwidth, without overlap; None if the
+            bandwidth is unknown.
+        on_host: bytes in the host's memory, per GPU; 0 without offload.
         host_bytes: over PCIe, in a step, per GPU; 0 without offload.
     """
 
@@ -177,18 +179,18 @@ def plan(
     """Return a row for DDP, each ZeRO stage, and stage 3 with offload to the CPU.
 
     Args:
-        model: what is trained.
-        gpus: how many there are; all of them share the data.
+        model: the model to train.
+        gpus: their number; all are data-parallel.
         memory: bytes of one GPU.
         optimizer: as for `theory.model_states`.
         precision: as for `theory.model_states`.
         batch: rows of one microbatch on one GPU.
         recompute: "none", "selective" (attention's scores) or "full" (whole layers).
         fused_attention: attention keeps no scores (FlashAttention).
-        bandwidth: bytes per second that a GPU sends; no times without.
+        bandwidth: bytes per second that a GPU sends; None leaves out the times.
 
     Raises:
-        ValueError: for a value outside of what is said here.
+        ValueError: for a value that is not allowed here.
 
     Source: Rajbhandari et al. 2020, sections 5 and 7; for offload Ren et al. 2021,
     "ZeRO-Offload", and FSDP's CPUOffloadPolicy. Chapters 07 and 08.
@@ -220,11 +222,11 @@ def plan(
 def _offloaded(row: Row, fits: Callable[[Ledger], bool | None]) -> Row:
     """Return stage 3 with its shards, and the optimizer's step, moved to the host.
 
-    A shard goes to the GPU before each of its two all-gathers, and its gradient comes
-    back: twice the parameters and once the gradients, over PCIe.
+    A shard is copied to the GPU before each of its two all-gathers, and its gradient is
+    copied back: twice the parameters and once the gradients, over PCIe.
     """
-    here = ("activations", "communication buffers")
-    ledger = Ledger({kind: row.ledger[kind] for kind in here})
+    on_gpu = ("activations", "communication buffers")
+    ledger = Ledger({kind: row.ledger[kind] for kind in on_gpu})
     return replace(
         row,
         name="ZeRO-3 + CPU offload",
@@ -236,7 +238,7 @@ def _offloaded(row: Row, fits: Callable[[Ledger], bool | None]) -> Row:
 
 
 def _gathered(model: Model, gpus: int, precision: Precision) -> int:
-    """Return the bytes that stage 3 holds gathered; 0 if no layers are known."""
+    """Return the bytes that stage 3 holds gathered; 0 if the layers are unknown."""
     if not model.layers:
         return 0
     root = [model.root] * (model.root > 0)
@@ -247,23 +249,23 @@ def _gathered(model: Model, gpus: int, precision: Precision) -> int:
 
 
 def fewest_gpus(model: Model, memory: float, **options: object) -> int | None:
-    """Return on how many GPUs the model fits with stage 3; None if on no number.
+    """Return the fewest GPUs on which the model fits with stage 3; None if none.
 
-    What stays even on very many are activations and gathered blocks; and padding grows
-    with the number of GPUs: a small model may fit on 8 and not on 10,000. `options` are
-    those of `plan`. Chapter 08.
+    Activations and gathered blocks do not shrink with more GPUs. And padding grows with
+    their number: a small model may fit on 8 GPUs and not on 10,000. `options` are those
+    of `plan`. Chapter 08.
     """
 
     def row(gpus: int) -> Row:
         return plan(model, gpus, memory, **options)[3]
 
-    alone = row(1)  # nothing is padded
+    alone = row(1)  # without padding
     stays = alone.ledger["activations"] + alone.ledger["communication buffers"]
     left = memory - stays
     if left <= 0:
         return None
-    gpus = max(1, int((alone.ledger.total - stays) / left))  # with fewer it cannot fit
-    most = min(MOST_GPUS, max(model.units))  # with more, there is but more padding
+    gpus = max(1, int((alone.ledger.total - stays) / left))  # fewer cannot be enough
+    most = min(MOST_GPUS, max(model.units))  # more would only add padding
     while row(gpus).ledger.total > memory:
         gpus += 1
         if gpus > most:

@@ -1,17 +1,18 @@
-"""What tensor parallelism sends in a step, and what a rank keeps: exact numbers.
+"""The bytes that a rank sends in a step of tensor parallelism, and its parameters.
 
-One activation between layers has S = B T C numbers. Of the course's GPT with L blocks
-on n ranks, all of which work on the same B sequences of T tokens:
+One activation between layers has S = B T C numbers. In the course's GPT with L blocks
+on n ranks, all of which compute the same B sequences of T tokens, the all-reduces are:
 
-    each block    forward 2, backward 2     all-reduces of S numbers
-    embedding     forward 1                 the others' tokens are looked up elsewhere
-    head          backward 1                the gradient of what all columns are given
-    loss          forward 2                 of B T and of 2 B T numbers
+    each block    2 of S in forward, 2 of S in backward
+    embedding     1 of S in forward: sums the vectors that single ranks looked up
+    head          1 of S in backward: sums the gradient of the head's input
+    loss          2 in forward, of B T and of 2 B T numbers
 
 With sequence parallelism each all-reduce of S is a reduce-scatter and an all-gather,
-which send the same, and two more are at the ends: the embedding's gradient is gathered,
-and so is what the head is given. The gradients of parameters that every rank has, but
-uses for its own tokens only, are summed: L (6 C) + 2 C numbers, and the positions.
+which send the same bytes. Two of the all-gathers are at the ends of the model: of the
+embedding's gradient, and of the head's input. The gradients of parameters that all
+ranks have, but that each uses only for its own tokens, are summed: L (6 C) + 2 C
+numbers, and the positions.
 
 Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2. Chapter 09.
 """
@@ -27,14 +28,15 @@ from ddp_course.gpt_config import GPTConfig
 
 @dataclass(frozen=True)
 class TensorParallelVolume:
-    """What one rank sends in one training step, in bytes, and in how many all-reduces.
+    """The bytes that one rank sends in one training step, and its collectives.
 
     Attributes:
-        hidden: activations and their gradients, S numbers at a time.
-        loss: what cross-entropy needs of all ranks.
-        parameters: gradients of parameters that all have; with sequence parallelism.
-        all_reduces: how many, all of these together.
-        pairs: reduce-scatters, and as many all-gathers.
+        hidden: bytes of activations and their gradients, S numbers at a time.
+        loss: bytes for cross-entropy.
+        parameters: bytes of gradients of replicated parameters, with sequence
+            parallelism.
+        all_reduces: the number of all-reduces.
+        pairs: the number of reduce-scatters, and of all-gathers.
     """
 
     hidden: Fraction
@@ -59,16 +61,16 @@ def tensor_parallel_volume(
     itemsize: int = 4,
     layers: Iterable[int] | None = None,
 ) -> TensorParallelVolume:
-    """Return what each rank sends in a step.
+    """Return the bytes that each rank sends in a step, and its collectives.
 
     Args:
-        config: the GPT, of which nothing is frozen.
+        config: the GPT, without frozen parameters.
         batch: B, sequences.
         tp_size: n, ranks.
         sequence: T, tokens of each; None is the block size.
-        sequence_parallel: norms and residuals are cut along the sequence.
+        sequence_parallel: whether norms and residuals are cut along the sequence.
         itemsize: bytes of a number.
-        layers: which of [embed, *blocks, head] these ranks have; all without.
+        layers: the indices in [embed, *blocks, head] that these ranks have; None: all.
 
     Chapter 09.
     """
@@ -81,7 +83,6 @@ def tensor_parallel_volume(
     hidden = of_hidden * tokens * config.d_model * itemsize
     loss = 3 * tokens * itemsize * (last in mine)
     replicated = sum(layer_replicated(config)[layer] for layer in mine) * itemsize
-    # Embedding, norms and biases: 1 + 4 for each block + 1.
     pairs = of_hidden if sequence_parallel else 0
     ring = 2 * Fraction(tp_size - 1, tp_size)
     return TensorParallelVolume(
@@ -96,32 +97,33 @@ def tensor_parallel_volume(
 def mlp_volume(
     numel: int, tp_size: int, naive: bool = False, itemsize: int = 4
 ) -> Fraction:
-    """Return the bytes each rank sends for one MLP of 4C, forward and backward.
+    """Return the bytes that each rank sends for one MLP of 4C, forward and backward.
 
-    `numel` are the numbers of its input, B T C. Column, then row: an all-reduce each
-    way, 4 (n - 1)/n of its bytes. `naive`, columns of both matrices, gathered at once:
-    results of 4C and C are gathered in forward, and gradients as wide are summed in
-    backward: (5 + 2 * 5)(n - 1)/n. Chapter 09.
+    `numel` is the number of elements of its input, B T C. If the first matrix is cut by
+    columns and the second by rows, there is an all-reduce in forward and one in
+    backward: 4 (n - 1)/n of the input's bytes. With `naive`, both are cut by columns:
+    forward gathers results of 4C and C, and backward sums gradients of the same sizes:
+    (5 + 2 * 5)(n - 1)/n. Chapter 09.
     """
     times = 15 if naive else 4
     return times * Fraction(tp_size - 1, tp_size) * numel * itemsize
 
 
 def layer_replicated(config: GPTConfig) -> list[int]:
-    """Return how many parameters of each of [embed, *blocks, head] every rank has.
+    """Return the number of replicated parameters in each of [embed, *blocks, head].
 
-    Positions, norms, and the biases that are added after a sum: T C, 6 C each, 2 C.
+    These are positions, norms, and the biases added after a sum: T C, 6 C each, 2 C.
     """
     c = config.d_model
     return [config.block_size * c, *[6 * c] * config.n_layer, 2 * c]
 
 
 def layer_parameters(config: GPTConfig, tp_size: int = 1) -> list[int]:
-    """Return the parameters of each of [embed, *blocks, head] on each of n ranks.
+    """Return one rank's number of parameters in each of [embed, *blocks, head].
 
-    Of what is cut 1/n: V C words, 12 C^2 + 4 C in a block, V C in the head (its own,
-    where it is not tied or is on another rank than the embedding). ValueError if they
-    cannot be cut equally.
+    A rank has 1/n of the parameters that are cut: V C in the embedding, 12 C^2 + 4 C in
+    a block, V C in the head (also if it is tied), and all replicated ones. Raises
+    ValueError if they cannot be cut equally.
     """
     if config.n_head % tp_size or config.vocab_size % tp_size:
         raise ValueError(
@@ -135,12 +137,12 @@ def layer_parameters(config: GPTConfig, tp_size: int = 1) -> list[int]:
 
 
 def replicated_parameters(config: GPTConfig) -> int:
-    """Return how many parameters of the course's GPT every rank has whole."""
+    """Return the number of replicated parameters in the course's GPT."""
     return sum(layer_replicated(config))
 
 
 def tensor_parallel_parameters(config: GPTConfig, tp_size: int) -> int:
-    """Return how many parameters each of `tp_size` ranks has: 1/n of the others.
+    """Return the number of parameters that each of `tp_size` ranks has.
 
     Raises ValueError if they cannot be cut equally. Chapter 09.
     """

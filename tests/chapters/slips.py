@@ -37,12 +37,14 @@ def answers(solutions: ModuleType, own: dict, **texts: str) -> dict[str, dict]:
     What is written in the texts sees the names of the solution and those in `own`.
     """
     return {
-        name: dict(told(getattr(solutions, name), own, text))
+        name: dict(parse_answers(getattr(solutions, name), own, text))
         for name, text in texts.items()
     }
 
 
-def told(solution: Callable, own: dict, text: str) -> Iterator[tuple[Callable, str]]:
+def parse_answers(
+    solution: Callable, own: dict, text: str
+) -> Iterator[tuple[Callable, str]]:
     """Yield the answers that `text` tells, each with words of its hint, "" if right."""
     for block in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
         first, _, other = block.partition("\n")
@@ -63,10 +65,10 @@ def slip(solution: Callable, name: str, other: str, own: dict) -> Callable:
     file = f"slip {name} of {solution.__name__}"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     names = vars(sys.modules[solution.__module__])
-    made = {**own, **names, "__name__": "slips"}
-    exec(compile(ast.parse(source), file, "exec"), made)
-    made[solution.__name__].__name__ = name
-    return made[solution.__name__]
+    namespace = {**own, **names, "__name__": "slips"}
+    exec(compile(ast.parse(source), file, "exec"), namespace)
+    namespace[solution.__name__].__name__ = name
+    return namespace[solution.__name__]
 
 
 def exchanged(source: str, name: str, changes: str) -> str:

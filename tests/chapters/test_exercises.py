@@ -50,15 +50,15 @@ def test_a_slip_is_the_solution_but_for_what_is_wrong(wrong, after):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ("tensr => t", "0 times 'tensr'"),
         ("tensor => t", ". times 'tensor'"),
         ("dist.all_reduce => len\ntensor", "no => after 'tensor'"),
     ],
 )
-def test_a_slip_that_changes_nothing_is_refused(wrong, told):
-    with pytest.raises(AssertionError, match=f"wrong: {told}"):
+def test_a_slip_that_changes_nothing_is_refused(wrong, message):
+    with pytest.raises(AssertionError, match=f"wrong: {message}"):
         slip(EXERCISES["my_average"].reference, "wrong", wrong, {})
 
 

@@ -71,7 +71,7 @@ def test_a_bad_layout_is_seen(texts, rects, says):
         drawing.rect(*rect)
     for x, y, text, size in texts:
         drawing.text(x, y, text, size=size)
-    assert any(says in told for told in problems(drawing))
+    assert any(says in result for result in problems(drawing))
 
 
 # What the figures say.

@@ -45,8 +45,8 @@ def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
     of_one_tensor = ALGORITHMS | {"broadcast": ours.broadcast, "reduce": ours.reduce}
     for name, (tensor, words) in SHAPES.items():
         for function, call in of_one_tensor.items():
-            given = tensor if odd else FOUR
-            calls[f"{function}: {name}"] = partial(call, given), words
+            argument = tensor if odd else FOUR
+            calls[f"{function}: {name}"] = partial(call, argument), words
     single, scatter, to_all = (
         ours.reduce_scatter_single,
         ours.scatter,
@@ -111,8 +111,8 @@ def try_all() -> dict[str, tuple[str, int]]:
     got = {}
     for name, (call, _) in bad_calls(dist.get_rank() == 1).items():
         with ByteMeter() as meter:
-            told = error_of(call)
-        got[name] = told, meter.total_sent
+            error = error_of(call)
+        got[name] = error, meter.total_sent
     fine = torch.tensor([1.0])
     for algorithm in ("ring", "shared_memory", "auto"):  # the group still works
         ours.all_reduce(fine, algorithm=algorithm)
@@ -130,14 +130,14 @@ def wrong_groups() -> list[str]:
 
 def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
     both = spawn(lambda: (try_all(), wrong_groups()), world_size=3, output="none")
-    told, of_groups = zip(*both, strict=True)
+    results, of_groups = zip(*both, strict=True)
     assert [errors[0] for errors in of_groups[:2]] == ["no error"] * 2
     assert "rank 2 is no member of this group" in of_groups[2][0]
     assert of_groups[2][1].startswith("TypeError: group is 'world'; it must be a proc")
-    assert told[0] == told[1] == told[2]
-    assert told[0].pop("afterwards") == ("27.0", 0)
+    assert results[0] == results[1] == results[2]
+    assert results[0].pop("afterwards") == ("27.0", 0)
     for name, (_, words) in bad_calls(False).items():
-        text, sent = told[0][name]
+        text, sent = results[0][name]
         assert in_order(words.split("*"), text), (name, text)
         assert text.endswith("Nothing was sent.") and sent == 0, name
 
@@ -148,14 +148,14 @@ def disagreements() -> list[object]:
     odd = comm.rank == 1
     work = ring_all_reduce(x, async_op=True)
     comm.agree_now("a step")
-    told = [work.is_completed()]
-    told.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
-    told.append(error_of(lambda: comm.agree_now("a step", "no" * odd or None)))
-    told.append(error_of(ring_all_reduce(torch.zeros(4 + odd), async_op=True).wait))
+    results = [work.is_completed()]
+    results.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
+    results.append(error_of(lambda: comm.agree_now("a step", "no" * odd or None)))
+    results.append(error_of(ring_all_reduce(torch.zeros(4 + odd), async_op=True).wait))
     comm.barrier = None  # as ranks on several machines
-    told.append(comm.agree_now("flags", show=f"{comm.rank}1"))
-    told.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
-    return told
+    results.append(comm.agree_now("flags", show=f"{comm.rank}1"))
+    results.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
+    return results
 
 
 def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
@@ -183,9 +183,9 @@ def test_ranks_in_different_groups_are_told_and_do_not_hang(first):
         mine = None if dist.get_rank() else pair
         return error_of(lambda: ring_all_reduce(torch.zeros(4), group=mine))
 
-    for told in spawn(different_groups, world_size=2, output="none", timeout=30):
-        assert told.startswith("DeadlockError: these wait for each other: rank 0 at ")
-        assert "in the group of ranks [0, 1]; rank 1 at" in told
+    for result in spawn(different_groups, world_size=2, output="none", timeout=30):
+        assert result.startswith("DeadlockError: these wait for each other: rank 0 at ")
+        assert "in the group of ranks [0, 1]; rank 1 at" in result
 
 
 def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
@@ -212,13 +212,13 @@ def test_reading_notes():
     assert read_notes(same, [0, 1, 2]) == [None] * 3
     shown = [make_note("a", None, [1, "b"]), make_note("a", None, None)]
     assert read_notes(shown, [0, 1]) == [[1, "b"], None]
-    for notes, told in (
+    for notes, result in (
         (("a", "b", "a"), "the ranks do not call the same. ranks 4, 6: a; rank 5: b"),
         (("a", "!no", "b"), "rank 5: no"),
         (("!no", "!no", "b"), "ranks 4, 5: no"),
         (("a", make_note("b", None, 3), "a"), "ranks 4, 6: a; rank 5: b."),
     ):
-        with pytest.raises(CollectiveError, match=told):
+        with pytest.raises(CollectiveError, match=result):
             read_notes(notes, [4, 5, 6])
 
 

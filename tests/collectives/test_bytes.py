@@ -64,17 +64,17 @@ def unmatched(reports: Iterable[Bytes]) -> list[tuple[int, int]]:
     ]
 
 
-def as_the_formula_says(name: str, told: list[tuple[Bytes, int]]) -> bool:
+def as_the_formula_says(name: str, results: list[tuple[Bytes, int]]) -> bool:
     """Compare each rank's bytes with the closed form, and with the system's count."""
-    n, nbytes = len(told), 8 * PER_RANK * len(told)
+    n, nbytes = len(results), 8 * PER_RANK * len(results)
     right = theory.bytes_sent(name, n)
-    for (report, written), times in zip(told, right, strict=True):
+    for (report, written), times in zip(results, right, strict=True):
         exact = Fraction(report.total_sent, nbytes) == times
         # Beside the numbers, gloo writes some 100 bytes with each message.
         true = abs(written - report.total_sent) <= 0.005 * report.total_sent + 4000
         if not (exact and true):
             return False
-    return not unmatched(report for report, _ in told)
+    return not unmatched(report for report, _ in results)
 
 
 def uneven() -> list[tuple[int, int]]:
@@ -104,16 +104,16 @@ def on_two_nodes() -> dict[str, Bytes]:
 
 @pytest.mark.parametrize(("nnodes", "each"), [(2, 3), (3, 2)])
 def test_bytes_by_link_are_those_of_the_hierarchy(nnodes, each):
-    told = spawn(on_two_nodes, nnodes=nnodes, nproc_per_node=each, output="none")
+    results = spawn(on_two_nodes, nnodes=nnodes, nproc_per_node=each, output="none")
     nbytes = 4 * PER_RANK
     for variant in ("sharded", "leader"):
         right = theory.hierarchical_bytes_sent(nnodes, each, variant)
-        for rank, wanted in zip(told, right, strict=True):
+        for rank, wanted in zip(results, right, strict=True):
             assert Fraction(rank[variant].inside, nbytes) == wanted.inside
             assert Fraction(rank[variant].between, nbytes) == wanted.between
     # A flat ring leaves the node at its last rank, with all it has to send.
     n = nnodes * each
-    for number, rank in enumerate(told):
+    for number, rank in enumerate(results):
         leaves = number % each == each - 1
         assert Fraction(rank["flat"].between, nbytes) == (
             Fraction(2 * (n - 1), n) if leaves else 0
@@ -135,16 +135,16 @@ def in_memory() -> dict[str, tuple[Bytes, int]]:
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_every_rank_sends_what_the_formula_says(n):
-    told = spawn(lambda: (counted(), uneven(), in_memory()), world_size=n)
-    for name in told[0][0]:
-        assert as_the_formula_says(name, [rank[name] for rank, _, _ in told]), name
-    for _, of_a_ring, _ in told:
+    results = spawn(lambda: (counted(), uneven(), in_memory()), world_size=n)
+    for name in results[0][0]:
+        assert as_the_formula_says(name, [rank[name] for rank, _, _ in results]), name
+    for _, of_a_ring, _ in results:
         for sent, nbytes in of_a_ring:  # within one chunk
             chunk = 4 * -(-nbytes // 4 // n)
             assert abs(sent - 2 * (n - 1) / n * nbytes) <= chunk
     nbytes = n * PER_RANK * 4
     for name in ("staged", "registered"):
-        memory = [rank[name] for _, _, rank in told]
+        memory = [rank[name] for _, _, rank in results]
         assert not unmatched(report for report, _ in memory)
         moved = 2 * (n - 1) / n * nbytes  # the others' part of mine, mine of theirs
         for report, written in memory:
@@ -219,14 +219,14 @@ def judged(all_reduce) -> dict[str, object]:
     }
 
 
-def faults(n: int, told: list[dict]) -> set[str]:
+def faults(n: int, results: list[dict]) -> set[str]:
     """Return by which of the checks an all-reduce is rejected."""
     found = set()
-    if not all(rank["numbers"] for rank in told):
+    if not all(rank["numbers"] for rank in results):
         found.add("numbers")
-    if len({rank["bits"] for rank in told}) > 1:
+    if len({rank["bits"] for rank in results}) > 1:
         found.add("bits")
-    if [r["sent"] for r in told] != theory.bytes_sent("all_reduce_ring", n):
+    if [r["sent"] for r in results] != theory.bytes_sent("all_reduce_ring", n):
         found.add("bytes")
     return found
 
@@ -242,8 +242,8 @@ RINGS = {
 
 
 def test_wrong_rings_are_rejected():
-    told = spawn(lambda: [judged(one) for one in RINGS], world_size=3, output="none")
-    for expected, facts in zip(RINGS.values(), zip(*told, strict=True), strict=True):
+    results = spawn(lambda: [judged(one) for one in RINGS], world_size=3, output="none")
+    for expected, facts in zip(RINGS.values(), zip(*results, strict=True), strict=True):
         assert expected <= faults(3, facts), faults(3, facts)
         assert bool(expected) == bool(faults(3, facts))
         if expected != {"numbers"}:

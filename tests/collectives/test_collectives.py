@@ -136,35 +136,35 @@ def wrong_others(numels: list[int], group=None) -> list[str]:
         one = numbers(numel, dtype, me)
         many = [numbers(numel, dtype, 100 * me + k) for k in range(n)]
         ops = operations(dtype, n) if numel == 1009 else [SUM]
-        told = f"{numel} {dtype}"
+        results = f"{numel} {dtype}"
         for root in {ranks[0], ranks[-1]}:
             b = one.clone()
             dist.broadcast(b, root, group)
             for way in BROADCASTS:
-                a, name = one.clone(), f"broadcast {way} {told}"
+                a, name = one.clone(), f"broadcast {way} {results}"
                 check(name, [a], [b], ours.broadcast, a, root, algorithm=way)
-            a, b, given = empty(), empty(), many if me == root else None
-            dist.scatter(b, given, root, group)
-            check(f"scatter {told}", [a], [b], ours.scatter, a, given, root)
+            a, b, inputs = empty(), empty(), many if me == root else None
+            dist.scatter(b, inputs, root, group)
+            check(f"scatter {results}", [a], [b], ours.scatter, a, inputs, root)
             a, b = (empty(many) if me == root else None for _ in range(2))
             dist.gather(one, b, root, group)
-            check(f"gather {told}", a or [], b or [], ours.gather, one, a, root)
+            check(f"gather {results}", a or [], b or [], ours.gather, one, a, root)
             for op in ops:
                 b = one.clone()
                 dist.reduce(b, root, op, group)
                 # PyTorch's leaves something else on the others; ours, what was.
                 right = [b if me == root else one]
-                a, name = one.clone(), f"reduce {op} {told}"
+                a, name = one.clone(), f"reduce {op} {results}"
                 check(name, [a], right, ours.reduce, a, root, op, op=op)
         a, b, whole = empty(many), empty(many), torch.cat(empty(many))
         dist.all_gather(b, one, group)
-        name, right = f"all_gather {told}", [torch.cat(b)]
+        name, right = f"all_gather {results}", [torch.cat(b)]
         check(name, a, b, ours.all_gather, a, one)
         check(f"{name} single", [whole], right, ours.all_gather_single, whole, one)
         for op in ops:
             a, b, kept = empty(), empty(), [t.clone() for t in many]
             dist.reduce_scatter(b, kept, op, group)
-            kept, name = [t.clone() for t in many], f"reduce_scatter {op} {told}"
+            kept, name = [t.clone() for t in many], f"reduce_scatter {op} {results}"
             check(name, [a], [b], ours.reduce_scatter, a, kept, op, op=op)
             if not all(map(torch.equal, kept, many)):
                 wrong.append(f"inputs of {name}")
@@ -172,7 +172,7 @@ def wrong_others(numels: list[int], group=None) -> list[str]:
             check(f"{name} single", [a], [b], single, a, flat, op, op=op)
         a, b = empty(many), empty(many)
         dist.all_to_all(b, many, group)
-        a, flat, name = torch.cat(a), torch.cat(many), f"all_to_all {told}"
+        a, flat, name = torch.cat(a), torch.cat(many), f"all_to_all {results}"
         check(name, [a], [torch.cat(b)], ours.all_to_all_single, a, flat)
         for rows in ((), (3,), (2, 0)):
             drawn = drawn_parts(dist.get_rank(group), n, numel, rows, dtype)
@@ -255,8 +255,8 @@ def roots_are_ranks_of_the_group() -> list[str]:
 
 
 def test_a_root_taken_for_a_rank_of_the_group_is_seen():
-    told = spawn(roots_are_ranks_of_the_group, world_size=5, output="none")
-    names = {mistake.split()[0] for wrong in told for mistake in wrong}
+    results = spawn(roots_are_ranks_of_the_group, world_size=5, output="none")
+    names = {mistake.split()[0] for wrong in results for mistake in wrong}
     assert names == {"broadcast", "reduce", "scatter", "gather"}
 
 
@@ -285,5 +285,5 @@ def early() -> float:
 
 
 def test_collectives_under_way_and_a_barrier_that_waits_for_all():
-    told = spawn(lambda: (many_at_once(), early() <= 0), world_size=4, output="none")
-    assert told == [([6.0] * 9, True)] * 4
+    results = spawn(lambda: (many_at_once(), early() <= 0), world_size=4, output="none")
+    assert results == [([6.0] * 9, True)] * 4

@@ -93,13 +93,13 @@ def forbidden(*_):
 
 def test_if_one_rank_cannot_have_the_memory_all_say_so():
     def attempts():
-        rank, told = dist.get_rank(), {}
+        rank, result = dist.get_rank(), {}
 
         def attempt(what, broken_rank, owner, name, replacement):
             original = getattr(owner, name)
             if rank == broken_rank:
                 setattr(owner, name, replacement)
-            told[what] = error_of(shared)
+            result[what] = error_of(shared)
             setattr(owner, name, original)
 
         memfd = os.memfd_create
@@ -110,14 +110,14 @@ def test_if_one_rank_cannot_have_the_memory_all_say_so():
         # As in another container: the number is that of another process there.
         attempt("other", 0, os, "memfd_create", lambda _: memfd("somebody-elses"))
         shared().wait()  # after all that it still works
-        return told, open_files(), mappings()
+        return result, open_files(), mappings()
 
     if not hasattr(os, "memfd_create"):
         pytest.skip("no memfd here")
     results = spawn(attempts, world_size=3)
     assert [(files, maps) for _, files, maps in results] == [([], 0)] * 3
-    told = [told for told, *_ in results]
-    assert told == [told[0]] * 3
+    result = [result for result, *_ in results]
+    assert result == [result[0]] * 3
     begin = r"OSError: no \d+ bytes of shared memory: "
     for what, text in {
         "no memfd": "rank 0 cannot create it: 'NoneType'",
@@ -126,7 +126,7 @@ def test_if_one_rank_cannot_have_the_memory_all_say_so():
         "full": "rank 2 cannot map it: .* No space left on device",
         "other": "rank 1 cannot .* is another file here.*; rank 2 cannot",
     }.items():
-        assert re.match(begin + text, told[0][what]), told[0][what]
+        assert re.match(begin + text, result[0][what]), result[0][what]
 
 
 # ---- the barrier -------------------------------------------------------------------
@@ -201,9 +201,9 @@ def test_planted_barriers_and_meetings_are_seen_and_a_rank_can_sleep_at_one():
         module.SPINS = 0
         return faults, early_ranks(Barrier, 30)
 
-    told = spawn(planted, world_size=4)
-    assert all(map(sum, zip(*(faults for faults, _ in told), strict=True))), told
-    assert not any(asleep for _, asleep in told)
+    results = spawn(planted, world_size=4)
+    assert all(map(sum, zip(*(faults for faults, _ in results), strict=True))), results
+    assert not any(asleep for _, asleep in results)
 
 
 def late(absent: list[int]) -> tuple[str, str]:
@@ -233,16 +233,16 @@ def test_who_does_not_arrive_is_named_and_who_fails_keeps_nobody_waiting():
     def all_of_it():
         return late([2]), late([1, 3]), fails_between()
 
-    told = spawn(all_of_it, world_size=4)
+    results = spawn(all_of_it, world_size=4)
     for k, named in enumerate(["rank 2 of 4", "ranks 1, 3 of 4"]):
-        for rank, (first, again) in enumerate(facts[k] for facts in told):
+        for rank, (first, again) in enumerate(facts[k] for facts in results):
             if rank in ([2], [1, 3])[k]:
                 assert first == "absent"
                 continue
             missed = f"{named} did not arrive within 0.7 s; rank {rank} waited"
             assert first == f"TimeoutError: {missed}"
             assert again.startswith("RuntimeError") and missed in again
-    failed = [facts[2] for facts in told]
+    failed = [facts[2] for facts in results]
     first, again = failed.pop(1)
     assert first == "ValueError: no"
     assert "can no longer be used: rank 1 left it: ValueError: no" in again
@@ -258,9 +258,9 @@ def interrupted() -> str:
     if barrier.rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        told = error_of(barrier.wait)
+        error = error_of(barrier.wait)
         dist.barrier()
-        return told
+        return error
     dist.barrier()
     barrier.wait()  # rank 0 had told that it came to this one
     return error_of(barrier.wait)
@@ -277,11 +277,11 @@ def long_texts() -> tuple:
 
 
 def test_ctrl_c_ends_the_waiting_and_long_texts_differ_even_where_they_are_cut():
-    told = spawn(lambda: (long_texts(), interrupted()), world_size=2)
+    results = spawn(lambda: (long_texts(), interrupted()), world_size=2)
     expected = (None, [LONGEST] * 2, ["not", ""], [None] * 5)
-    assert [texts for texts, _ in told] == [expected] * 2
-    assert told[0][1].startswith("KeyboardInterrupt")
-    assert told[1][1] == "RuntimeError: rank 0 failed and left this shared memory"
+    assert [texts for texts, _ in results] == [expected] * 2
+    assert results[0][1].startswith("KeyboardInterrupt")
+    assert results[1][1] == "RuntimeError: rank 0 failed and left this shared memory"
 
 
 # ---- nothing is left ---------------------------------------------------------------

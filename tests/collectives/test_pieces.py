@@ -62,7 +62,7 @@ def wrong_sums(cases: list[tuple[int, torch.dtype]]) -> list[str]:
         everyones = [brought(rank, numel, dtype) for rank in range(n)]
         total = torch.stack(everyones).sum(0, dtype=dtype)
         for name, (all_reduce, _) in PLANS.items():
-            told = f"{name}: {numel} {dtype}"
+            results = f"{name}: {numel} {dtype}"
             tensors = [everyones[me].clone() for _ in range(4)]
             with in_pieces_of(SMALL):
                 all_reduce(tensors[0])
@@ -71,14 +71,14 @@ def wrong_sums(cases: list[tuple[int, torch.dtype]]) -> list[str]:
                 for work in works:
                     work.wait()
             if not all(torch.equal(t, total) for t in tensors[:3]):
-                wrong.append(told)
+                wrong.append(results)
             if not torch.equal(tensors[3], everyones[-1]):
-                wrong.append(f"{told}, largest")
+                wrong.append(f"{results}, largest")
             if dtype.is_floating_point:
                 mean = everyones[me].clone()
                 with in_pieces_of(SMALL):
                     all_reduce(mean, ReduceOp.AVG)
-                wrong += [] if torch.equal(mean, total / n) else [f"{told}, mean"]
+                wrong += [] if torch.equal(mean, total / n) else [f"{results}, mean"]
     return wrong
 
 
@@ -122,12 +122,12 @@ def test_all_reduces_in_pieces_give_the_exact_sums_and_the_bits_of_steps(nnodes,
 
 def messages(numel: int) -> dict[str, int]:
     """On a rank: how many messages each algorithm sent."""
-    told = {}
+    results = {}
     for name, (all_reduce, _) in PLANS.items():
         with ByteMeter() as meter:
             all_reduce(torch.ones(numel))
-        told[name] = meter.total_messages
-    return told
+        results[name] = meter.total_messages
+    return results
 
 
 def cut_and_whole() -> tuple[dict[str, int], ...]:
@@ -177,8 +177,8 @@ def planted() -> list[set[str]]:
         with patch.object(runtime, "pieces_of", wrong):
             seen.append(
                 {
-                    told.split(":")[0]
-                    for told in wrong_sums([(3001, FLOAT64), (3001, INT32)])
+                    result.split(":")[0]
+                    for result in wrong_sums([(3001, FLOAT64), (3001, INT32)])
                 }
             )
     return seen

@@ -26,7 +26,7 @@ RUNGS = {
 }
 
 
-def given(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+def numbers(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return numbers whose sum depends on the order in which they are added."""
     dice = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
@@ -44,7 +44,7 @@ def differences(group=None, some=None, rungs=tuple(RUNGS)) -> list[str]:
     """On every rank: where a rung differs from the full one, in bits or in messages."""
     wrong, n = [], dist.get_world_size(group)
     for numel, dtype in some or cases(n):
-        x = given(numel, dtype, dist.get_rank())
+        x = numbers(numel, dtype, dist.get_rank())
         for name, (rung, full) in ((name, RUNGS[name]) for name in rungs):
             results = []
             for all_reduce in (rung, full):
@@ -84,8 +84,8 @@ def all_of_it() -> tuple[list[str], list[str], list[bool]]:
 
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 2), (1, 5), (2, 2), (3, 2)])
 def test_each_rung_gives_the_bits_and_sends_the_messages_of_the_full_one(nodes):
-    told = spawn(all_of_it, nnodes=nodes[0], nproc_per_node=nodes[1], output="none")
-    assert told == [([], [], [True] * 4)] * len(told)
+    results = spawn(all_of_it, nnodes=nodes[0], nproc_per_node=nodes[1], output="none")
+    assert results == [([], [], [True] * 4)] * len(results)
 
 
 def adds_one_chunk_further(chunks, endpoint):
@@ -108,14 +108,14 @@ MISTAKES = [
 
 def planted() -> list[list[str]]:
     """On every rank: see where each mistake shows."""
-    told = []
+    found = []
     for mistake in MISTAKES:
         with patch.object(*mistake):  # chunks of one size: no crash
-            told.append(differences(None, [(999, torch.float32)], ["ring"]))
-    return told
+            found.append(differences(None, [(999, torch.float32)], ["ring"]))
+    return found
 
 
 def test_planted_mistakes_in_the_ring_are_seen():
     for rank in spawn(planted, world_size=3, output="none"):
         for wrong in rank:
-            assert any(told.startswith("ring") for told in wrong)
+            assert any(result.startswith("ring") for result in wrong)

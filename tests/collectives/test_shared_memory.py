@@ -42,8 +42,8 @@ def registered() -> list[bool]:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_registered_tensors_and_their_parts(n):
-    told = spawn(registered, world_size=n, output="none")
-    assert told == [[True] * len(told[0])] * n and told[0]
+    results = spawn(registered, world_size=n, output="none")
+    assert results == [[True] * len(results[0])] * n and results[0]
 
 
 def refused() -> list[tuple[str, str]]:
@@ -60,9 +60,9 @@ def refused() -> list[tuple[str, str]]:
 
 
 def test_what_cannot_be_done_is_told():
-    told = spawn(refused, world_size=2, output="none")
-    assert told[0] == told[1]
-    for text, words in told[0]:
+    results = spawn(refused, world_size=2, output="none")
+    assert results[0] == results[1]
+    for text, words in results[0]:
         assert in_order(words.split("*"), text), text
 
 
@@ -70,8 +70,8 @@ def test_memory_ends_at_the_node():
     def two_nodes():
         return error_of(lambda: shared_memory.all_reduce(torch.ones(10)))
 
-    told = spawn(two_nodes, nnodes=2, nproc_per_node=2, output="none")
-    (text,) = set(told)
+    results = spawn(two_nodes, nnodes=2, nproc_per_node=2, output="none")
+    (text,) = set(results)
     assert text.endswith(
         "CollectiveError: ranks 0, 1, 2, 3: memory is shared inside a node; the group "
         "has ranks on [[0, 1], [2, 3]]. Nothing was sent."

@@ -54,8 +54,8 @@ def test_measured_times_follow_the_theory():
     assert ratios == pytest.approx([3, 2], rel=0.05)
     slowest = {}
     for where in ({"nnodes": 2, "nproc_per_node": 2}, {"world_size": 4}):
-        told = spawn(timed, **where, links=LINKS, output="none")
-        slowest[len(where)] = {n: max(rank[n] for rank in told) for n in told[0]}
+        results = spawn(timed, **where, links=LINKS, output="none")
+        slowest[len(where)] = {n: max(rank[n] for rank in results) for n in results[0]}
     between, inside = slowest[2], slowest[1]
     # Waiting costs no CPU: never faster than the link, and on a busy machine slower. So
     # what is slow in theory is slow, and what is three times as fast is faster than it.
@@ -84,8 +84,8 @@ def many_small() -> float:
 
 def test_messages_follow_each_other_on_a_line():
     links = Links(between=Link(latency=0.4, bandwidth=1e9))
-    told = spawn(many_small, nnodes=2, nproc_per_node=1, links=links, output="none")
-    assert 0.4 <= told[0] < 5 * 0.4  # the latencies overlap
+    results = spawn(many_small, nnodes=2, nproc_per_node=1, links=links, output="none")
+    assert 0.4 <= results[0] < 5 * 0.4  # the latencies overlap
 
 
 def by_ring(in_order: bool = True) -> list[float]:
@@ -97,7 +97,7 @@ def by_ring(in_order: bool = True) -> list[float]:
 
 def test_over_slow_links_messages_keep_the_order_that_nccl_asks_for():
     where = {"nnodes": 2, "nproc_per_node": 1, "links": LINKS, "backend": "strict"}
-    told = spawn(by_ring, **where, output="none")
-    assert told == [[2.0 * k for k in range(8)]] * 2
+    results = spawn(by_ring, **where, output="none")
+    assert results == [[2.0 * k for k in range(8)]] * 2
     with pytest.raises(RankError, match="each waits for the other"):
         spawn(by_ring, False, **where, output="none")

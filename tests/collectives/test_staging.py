@@ -42,8 +42,8 @@ def memories(slot=SLOT, room=ROOM, kind=Staging, barrier=Barrier):
 
 def placed(memory: SymmetricMemory, tensor: torch.Tensor, skip=0) -> torch.Tensor:
     """Return a copy of `tensor` that lies in symmetric memory, `skip` bytes into it."""
-    there = memory.own[skip : skip + tensor.nbytes].view(tensor.dtype)
-    return there.view(tensor.shape).copy_(tensor)
+    place = memory.own[skip : skip + tensor.nbytes].view(tensor.dtype)
+    return place.view(tensor.shape).copy_(tensor)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -52,16 +52,16 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def numbers(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return numbers of which any sum is exact in float32 and int64."""
-    made = torch.Generator().manual_seed(seed)
+    dice = torch.Generator().manual_seed(seed)
     low = 0 if dtype in (torch.bool, torch.uint8) else -8
-    return torch.randint(low, 9, (numel,), generator=made).to(dtype)
+    return torch.randint(low, 9, (numel,), generator=dice).to(dtype)
 
 
 def rough(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return numbers whose sum depends on the order in which they are added."""
-    made = torch.Generator().manual_seed(seed)
-    scale = 10.0 ** torch.randint(-4, 5, (numel,), generator=made)
-    return (torch.randn(numel, generator=made) * scale).to(dtype)
+    dice = torch.Generator().manual_seed(seed)
+    scale = 10.0 ** torch.randint(-4, 5, (numel,), generator=dice)
+    return (torch.randn(numel, generator=dice) * scale).to(dtype)
 
 
 def in_rank_order(tensor: torch.Tensor, op) -> torch.Tensor:
@@ -101,9 +101,9 @@ def test_slices_cover_everything_and_begin_at_cache_lines(numel, size, itemsize)
 @pytest.mark.parametrize("out", ["first", "second", "elsewhere"])
 def test_combining_keeps_the_order_of_ranks(out):
     inputs = [torch.tensor([x]) for x in (1e8, 1.0, -1e8, 2.0)]
-    there = {"first": inputs[0], "second": inputs[1], "elsewhere": torch.empty(1)}
-    combine(inputs, ReduceOp.AVG, there[out])
-    assert there[out].item() == 0.5  # ((1e8 + 1) - 1e8 + 2) / 4, where 1e8 + 1 is 1e8
+    places = {"first": inputs[0], "second": inputs[1], "elsewhere": torch.empty(1)}
+    combine(inputs, ReduceOp.AVG, places[out])
+    assert places[out].item() == 0.5  # ((1e8 + 1) - 1e8 + 2) / 4, where 1e8 + 1 is 1e8
 
 
 # ---- against PyTorch ---------------------------------------------------------------
@@ -152,12 +152,12 @@ def test_what_all_ranks_get_is_right(n):
     numels |= {ONE_SHOT // 4, ONE_SHOT // 4 + 1, 5 * slab + 7}
 
     def wrong():
-        told = compare(sorted(numels), [torch.float32])
+        results = compare(sorted(numels), [torch.float32])
         if n in (2, 3):
-            told += compare([3, 40_009], DTYPES, list(COMBINE))
+            results += compare([3, 40_009], DTYPES, list(COMBINE))
         if n in (2, 3, 5):
-            told += compare([1009, 40_009], FLOATS, ROUGH_OPS, rough)
-        return told
+            results += compare([1009, 40_009], FLOATS, ROUGH_OPS, rough)
+        return results
 
     assert spawn(wrong, world_size=n) == [[]] * n
 
@@ -300,9 +300,9 @@ def fail() -> str:
 
 
 def test_memory_is_found_and_goes_and_errors_are_everyones():
-    told = spawn(lambda: (live(), disagree(), fail()), world_size=3)
+    results = spawn(lambda: (live(), disagree(), fail()), world_size=3)
     elsewhere = "ValueError: the tensor of shape [3] is not in this shared memory"
     lived = (elsewhere, [4096, 4104, 0, None], 3, 1, True, 0)
-    assert [facts[:2] for facts in told] == [(lived, [])] * 3
-    assert told[1][2].startswith("TypeError")
-    assert all("left this shared memory" in told[rank][2] for rank in (0, 2))
+    assert [facts[:2] for facts in results] == [(lived, [])] * 3
+    assert results[1][2].startswith("TypeError")
+    assert all("left this shared memory" in results[rank][2] for rank in (0, 2))

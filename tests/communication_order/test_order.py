@@ -107,14 +107,14 @@ def test_a_send_waits_for_its_gradient_and_for_the_send_before():
 def test_what_is_critical_delays_the_end():
     little = Fraction(1, 100)
     for layers in (THREE, *small_models(20)):
-        played = simulate_step(layers, priority())
-        path = critical_path(played)
-        assert sum(event.end - event.start for event in path) == played.step_time
+        step = simulate_step(layers, priority())
+        path = critical_path(step)
+        assert sum(event.end - event.start for event in path) == step.step_time
         for op, number in {(event.op, event.layer) for event in path}:
             longer = getattr(layers[number], op) + little
             slower = [*layers]
             slower[number] = replace(layers[number], **{op: longer})
-            assert follow(slower, played.order).step_time == played.step_time + little
+            assert follow(slower, step.order).step_time == step.step_time + little
 
 
 def test_a_credit_hides_the_launch_and_too_much_of_it_forgets_the_order():
@@ -172,17 +172,17 @@ def test_a_policy_that_starves_or_deadlocks_is_refused():
         best_order(THREE, priority(1))
 
 
-def changed(played: TimedStep, op: str, layer: int, to: dict) -> TimedStep:
+def changed(step: TimedStep, op: str, layer: int, to: dict) -> TimedStep:
     """Return the step with one event changed, or left out, if `to` is empty."""
     events = []
-    for event in played.events:
+    for event in step.events:
         mine = (event.op, event.layer, event.piece) == (op, layer, 0)
         events += [replace(event, **to)] if mine and to else [] if mine else [event]
-    return replace(played, events=tuple(events))
+    return replace(step, events=tuple(events))
 
 
 @pytest.mark.parametrize(
-    ("op", "layer", "to", "told"),
+    ("op", "layer", "to", "message"),
     [
         ("send", 1, {}, "send 1.0 is never done"),
         ("send", 1, {"layer": 2}, "send 2.0 is done twice"),
@@ -195,10 +195,10 @@ def changed(played: TimedStep, op: str, layer: int, to: dict) -> TimedStep:
         ("send", 1, {"handed": 4}, "send 1.0 is handed over at 4, with 1 under way"),
     ],
 )
-def test_what_is_wrong_is_named(op, layer, to, told):
+def test_what_is_wrong_is_named(op, layer, to, message):
     right = simulate_step(THREE, Policy("one by one", credit=1))
     assert "3 pieces of 3 layers" in check(right)
-    with pytest.raises(OrderError, match=told):
+    with pytest.raises(OrderError, match=message):
         check(changed(right, op, layer, to))
 
 

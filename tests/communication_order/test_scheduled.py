@@ -228,8 +228,8 @@ def as_ddp() -> dict[tuple, bool]:
             wrong = WRONG.get(name, ()) if first == 3 else ()
             for kind in (ScheduledDataParallel, *wrong):
                 make = scheduled(kind, policy)
-                told = trained(make, model(), optimizer, group, *rest)
-                equal[size, name, kind.__name__] = same(told, right)
+                results = trained(make, model(), optimizer, group, *rest)
+                equal[size, name, kind.__name__] = same(results, right)
     return equal
 
 
@@ -295,30 +295,30 @@ def run(model: nn.Module, steps: int, x: Tensor | None = None) -> nn.Module:
 
 def refused() -> dict[str, str]:
     """Do what must not be done; return what is said."""
-    told, x = {}, torch.ones(2, 1)
+    results, x = {}, torch.ones(2, 1)
     model = run(wrapped(), 3)
     model(x).sum().backward()
     parameters, optimizer = list(model.parameters()), model.optimizer
-    told["clip"] = raised(nn.utils.clip_grad_norm_, parameters, 1.0)
-    told["step"] = raised(optimizer.step)
-    told["backward"] = raised(lambda: model.module(x).sum().backward())
-    told["copy"] = raised(copy.deepcopy, model)
+    results["clip"] = raised(nn.utils.clip_grad_norm_, parameters, 1.0)
+    results["step"] = raised(optimizer.step)
+    results["backward"] = raised(lambda: model.module(x).sum().backward())
+    results["copy"] = raised(copy.deepcopy, model)
     model = wrapped()
     view = model.module.layers[1].weight.detach()
     run(model, 4)
     view.mul_(0.5)
-    told["changed"] = raised(model, x)
+    results["changed"] = raised(model, x)
     lbfgs = torch.optim.LBFGS(parameters)
-    told["lbfgs"] = raised(ScheduledDataParallel, model.module, lbfgs)
+    results["lbfgs"] = raised(ScheduledDataParallel, model.module, lbfgs)
     differ = priority(16 + 16 * dist.get_rank())
-    told["differ"] = raised(wrapped, policy=differ)
+    results["differ"] = raised(wrapped, policy=differ)
     model = run(wrapped(), 3)
     if dist.get_rank() == 1:  # one rank skips a batch that it cannot read
-        told["alone"] = raised(model, torch.ones(2, 3, 5))
-    told["went on"] = raised(run, model, 1)
+        results["alone"] = raised(model, torch.ones(2, 3, 5))
+    results["went on"] = raised(run, model, 1)
     disagrees = in_their_own_order((8, 7, 6, 5))
-    told["disagree"] = raised(run, disagrees, 30)  # for some steps they may agree
-    return told
+    results["disagree"] = raised(run, disagrees, 30)  # for some steps they may agree
+    return results
 
 
 def loaded(by: Callable[[nn.Module, dict[str, Tensor]], object]) -> bool:
@@ -408,11 +408,11 @@ def both() -> tuple[dict, dict]:
 
 def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
     ranks = spawn(both, world_size=2, output="none", timeout=40)
-    (told, _), (other, _) = ranks
-    assert same(told["right"], other["right"])
-    assert not same(told["naive"], other["naive"])  # and nobody has said so
-    for own in (told, other):
-        assert same(own["skipped"], (True, told["right"]))
+    (results, _), (other, _) = ranks
+    assert same(results["right"], other["right"])
+    assert not same(results["naive"], other["naive"])  # and nobody has said so
+    for own in (results, other):
+        assert same(own["skipped"], (True, results["right"]))
         assert own["loaded"] and own["without"] == (True, False, True)
         assert same(own["used"], own["used, finished"])
         pairs = zip(own["used"], own["used too early"], strict=True)
@@ -459,9 +459,9 @@ def killed_in_a_step(see: bool = True) -> str:
 def test_who_is_killed_within_a_step_is_named():
     with pytest.raises(RankError, match=r"rank [13]: killed by SIGKILL"):
         spawn(killed_in_a_step, world_size=4, output="none", timeout=30)
-    told = spawn(killed_in_a_step, world_size=4, may_fail=[1, 3], timeout=30)
-    assert "rank 1 of this group: the process has ended" in told[0]
-    assert told[2]
+    results = spawn(killed_in_a_step, world_size=4, may_fail=[1, 3], timeout=30)
+    assert "rank 1 of this group: the process has ended" in results[0]
+    assert results[2]
     with pytest.raises(RankTimeout):
         spawn(killed_in_a_step, False, world_size=4, may_fail=[1, 3], timeout=6)
 

@@ -118,14 +118,14 @@ def power_sgd(rank: int, start: int) -> PowerSGDState:
 
 
 def is_identity() -> dict[str, bool]:
-    told = {}
+    results = {}
     for name, how in CASES.items():
         without = trained(Ours, None, **how)
-        told[name] = torch.equal(without, trained(Ours, nothing, identity, **how))
-        told[f"{name}, planted"] = not torch.equal(
+        results[name] = torch.equal(without, trained(Ours, nothing, identity, **how))
+        results[f"{name}, planted"] = not torch.equal(
             without, trained(Ours, nothing, the_sum, **how)
         )
-    return told
+    return results
 
 
 def at_once(state: Any, bucket: Any) -> torch.futures.Future:
@@ -147,32 +147,32 @@ class Patient(SixteenBits):
         return super().mean(bucket)
 
 
-def meanwhile() -> dict[str, bool]:
+def during_backward() -> dict[str, bool]:
     """Tell whether exchanges go on beside backward, and change no bit."""
-    told = {}
+    results = {}
     for hook, seconds in ((compress, 20), (at_once, 0.1)):
         ddp, state = Ours(plain(), **CASES["small buckets"]), Patient(seconds)
         ddp.register_comm_hook(state, hook)
         first = next(ddp.parameters())
         first.register_hook(lambda _, event=state.first_layer: event.set())
         ddp(torch.ones(2, 12)).sum().backward()
-        told[hook.__name__] = state.seen[0]
+        results[hook.__name__] = state.seen[0]
     for words in ALL:
         make, small = partial(compressor, words), CASES["small buckets"]
         runs = [trained(Ours, make, hook, **small) for hook in (compress, at_once)]
-        told[words] = torch.equal(*runs)
-    return told
+        results[words] = torch.equal(*runs)
+    return results
 
 
 def there_and_here() -> dict[str, float]:
     """Return how far hooks on our DDP are from the same on PyTorch's."""
-    told = {}
+    results = {}
     for name in ("allreduce_hook", "fp16_compress_hook"):
         both = [
             trained(c, nothing, getattr(torch_hooks, name), **ONE_BUCKET)
             for c in (Ours, Theirs)
         ]
-        told[name] = float((both[0] - both[1]).abs().max())
+        results[name] = float((both[0] - both[1]).abs().max())
     for words in ALL:
         make = partial(compressor, words)
         both = [
@@ -180,7 +180,7 @@ def there_and_here() -> dict[str, float]:
             for c in (Ours, Theirs)
         ]
         # PyTorch's has other buckets in its first step, and forgets their errors.
-        told[words] = float((both[0] - both[1]).abs().max())
+        results[words] = float((both[0] - both[1]).abs().max())
         trained(Ours, make, **ODD)
     for rank, start in ((1, 4), (4, 2)):
         runs = [
@@ -192,24 +192,24 @@ def there_and_here() -> dict[str, float]:
             )
         ]
         gaps = [float((run - runs[0]).abs().max()) for run in runs]
-        told[f"powersgd {rank}"] = max(gaps)
+        results[f"powersgd {rank}"] = max(gaps)
         for name, how in (("Q", {"seed": 0}), ("step", {"start": start + 1})):
             wrong = partial(PowerSGD, rank, **{"start": start, "seed": SEED} | how)
             other = trained(Ours, wrong, steps=6, **ONE_BUCKET)
-            told[f"another {name} {rank}"] = float((other - runs[0]).abs().max())
-    return told
+            results[f"another {name} {rank}"] = float((other - runs[0]).abs().max())
+    return results
 
 
 def refused() -> dict[str, str]:
     """Return what is said about each mistake."""
-    told = {}
+    results = {}
 
     def attempt(name: str, work: Callable[[], object]) -> None:
         try:
             work()
-            told[name] = "nothing"
+            results[name] = "nothing"
         except Exception as error:
-            told[name] = f"{type(error).__name__}: {error}"[:200]
+            results[name] = f"{type(error).__name__}: {error}"[:200]
 
     twice = Ours(plain())
     twice.register_comm_hook(None, identity)
@@ -257,7 +257,7 @@ def refused() -> dict[str, str]:
             twice(torch.ones(2, 12))
 
     attempt("join", joined)
-    return told
+    return results
 
 
 class NeverForgets(PowerSGD):
@@ -282,7 +282,7 @@ def after_an_inf() -> dict[str, bool]:
 
 
 def job() -> tuple:
-    return is_identity(), there_and_here(), meanwhile(), refused(), after_an_inf()
+    return is_identity(), there_and_here(), during_backward(), refused(), after_an_inf()
 
 
 WITHOUT_CUDA = "BF16 all reduce communication hook required CUDA 11+ and"  # a build
@@ -291,7 +291,7 @@ WITHOUT_CUDA = "BF16 all reduce communication hook required CUDA 11+ and"  # a b
 def test_hooks_are_pytorchs_and_mistakes_are_told():
     both = spawn(job, world_size=2, output="none")
     assert repr(both[0]) == repr(both[1])
-    identical, far, beside, told, finite = both[0]
+    identical, far, beside, results, finite = both[0]
     assert not finite.pop("planted") and all(finite.values()), finite
     assert all(identical.values()), identical
     assert not beside.pop("at_once") and all(beside.values()), beside
@@ -315,7 +315,7 @@ def test_hooks_are_pytorchs_and_mistakes_are_told():
         "complex": "gradients are torch.complex64; compressors are for real numbers",
         "join": "needs equally many batches on all ranks",
     }.items():
-        assert words in told[name], told[name]
+        assert words in results[name], results[name]
     # PyTorch 2.13's own fail over gloo, on its DDP, too.
-    quantized = [text for name, text in told.items() if "quantiz" in name]
+    quantized = [text for name, text in results.items() if "quantiz" in name]
     assert len(quantized) == 4 and all("Error" in text for text in quantized)

@@ -41,7 +41,7 @@ ALL = ("fp16", "bf16", "int8", "int8:32", "sign", "topk:0.02", "randomk:0.02")
 ALL += ("powersgd:1", "powersgd:3")
 
 
-def made(words: str, exchange: Exchange | None = None) -> Compressor:
+def compressor_of(words: str, exchange: Exchange | None = None) -> Compressor:
     """Return a compressor by its name in `theory`, which knows blocks, too."""
     if words == "int8:32":
         return Int8(32, exchange or CourseExchange())
@@ -89,21 +89,21 @@ def as_one(make: Callable[[], Compressor], ranks: int = RANKS) -> list[Tensor]:
 
 
 def job() -> dict[str, tuple]:
-    told = {}
+    results = {}
     for words in ALL:
         in_order = CourseExchange(
             all_reduce=naive.through_rank_0
         )  # adds as `play` does
-        means, _ = as_ranks(partial(made, words, in_order))
-        told[words] = means, as_ranks(partial(made, words))[1]
-    return told
+        means, _ = as_ranks(partial(compressor_of, words, in_order))
+        results[words] = means, as_ranks(partial(compressor_of, words))[1]
+    return results
 
 
 def test_bytes_are_the_formula_and_numbers_those_of_one_process():
-    told = spawn(job, world_size=RANKS, output="none")
+    results = spawn(job, world_size=RANKS, output="none")
     for words in ALL:
-        right = as_one(partial(made, words))
-        for rank, (means, (metered, written)) in enumerate(t[words] for t in told):
+        right = as_one(partial(compressor_of, words))
+        for rank, (means, (metered, written)) in enumerate(t[words] for t in results):
             assert all(map(torch.equal, means, right)), words
             formula = compressed_bytes(words, SHAPES, RANKS, rank)
             assert metered == formula, (words, rank)
@@ -153,7 +153,7 @@ def lost(make: Callable[[], Compressor], ranks: int = 2) -> list[float]:
 def test_with_feedback_what_is_lost_is_what_the_memories_hold():
     """The sum of all that was sent is that of all gradients, less the last errors."""
     for words in ("sign", "topk:0.1", "randomk:0.1", "powersgd:2"):
-        those, sums = [made(words) for _ in range(2)], []
+        those, sums = [compressor_of(words) for _ in range(2)], []
         for step in range(6):
             own = [gradients(rank, step) for rank in range(2)]
             sums.append(sum(map(flat, own)) / 2 - flat(play(those, own)[0]))
@@ -233,7 +233,7 @@ PLANTS = {
 @pytest.mark.parametrize("words", PLANTS)
 def test_a_wrong_compressor_is_seen(words):
     """By what it gives after three steps; ranks that differ are seen by `as_one`."""
-    right = as_one(partial(made, words))
+    right = as_one(partial(compressor_of, words))
     try:
         wrong = as_one(PLANTS[words])
     except AssertionError:

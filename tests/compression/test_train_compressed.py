@@ -29,24 +29,26 @@ def forgotten(words: str, folder: str) -> bool:
 
 
 def job(folder: str) -> dict[str, tuple]:
-    told = {"as it is": (run(4).checksum,)}
+    results = {"as it is": (run(4).checksum,)}
     for words in ALL:
         whole = run(4, compress=words)
         run(2, compress=words, checkpoint=f"{folder}/{words}")
         again = run(4, compress=words, checkpoint=f"{folder}/{words}")
-        told[words] = whole.checksum, again.checksum, again.resumed_at, whole.losses
-    told["seen"] = [forgotten(words, folder) for words in ("topk:0.05", "powersgd:2")]
+        results[words] = whole.checksum, again.checksum, again.resumed_at, whole.losses
+    results["seen"] = [
+        forgotten(words, folder) for words in ("topk:0.05", "powersgd:2")
+    ]
     with pytest.raises(Exception, match="compress 'sign', here 'int8'"):
         run(4, compress="int8", checkpoint=f"{folder}/sign")
-    return told
+    return results
 
 
 def test_it_goes_on_bit_for_bit_with_what_was_not_yet_sent(tmp_path):
-    here, there = spawn(job, str(tmp_path), world_size=2, output="none")
-    assert here == there
-    assert all(here.pop("seen"))
-    (right,) = here.pop("as it is")
-    for words, (whole, again, resumed_at, losses) in here.items():
+    first, second = spawn(job, str(tmp_path), world_size=2, output="none")
+    assert first == second
+    assert all(first.pop("seen"))
+    (right,) = first.pop("as it is")
+    for words, (whole, again, resumed_at, losses) in first.items():
         assert whole == again and resumed_at == 2, words
         assert whole != right, "nothing was compressed"
         assert losses[-1] < losses[0] or words in WITH_MEMORY
@@ -62,14 +64,14 @@ test_what_cannot_be_says_so_before_a_rank_starts = answered(
     ("int8:4", "compress is 'int8:4'; it can be"),
     ("int8 --zero 1", "compressing is for data_parallel 'ddp' along dp alone"),
     ("sign --precision fp16", "left out of a scaled gradient would be added to"),
-    given=["nothing_starts"],
+    fixtures=["nothing_starts"],
 )
 test_nor_do_other_meshes = answered(
     "train --compress",
     1,
     ("int8 --tp 2 --dp 2", "mesh dp 2 x tp 2; compressing is for data_parallel"),
     ("int8 --ranks 1", "one rank sends nothing; take two ranks or more"),
-    given=["nothing_starts"],
+    fixtures=["nothing_starts"],
 )
 
 

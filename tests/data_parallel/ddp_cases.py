@@ -87,7 +87,7 @@ def train(
     model = Small(rank if seed is None else seed)
     ddp = model if alone else wrap(model)
     opt = OPTIMIZERS[optimizer](model.parameters())
-    told = Trained()
+    run = Trained()
     for step in range(steps):
         x, y = (t[rank * ROWS // n : (rank + 1) * ROWS // n] for t in batch(step))
         opt.zero_grad()
@@ -103,9 +103,9 @@ def train(
                 loss = nn.functional.mse_loss(out, some_y) / micro
                 loss.backward()
         opt.step()
-        told.note(model.named_parameters())
-    told.buffers = {k: b.clone() for k, b in model.named_buffers()}
-    return told
+        run.note(model.named_parameters())
+    run.buffers = {k: b.clone() for k, b in model.named_buffers()}
+    return run
 
 
 SMALL_BUCKETS = {"bucket_cap_mb": 0.0006, "first_bucket_mb": 0.0003}

@@ -96,31 +96,31 @@ def fake(batches: list[list[int]]) -> float:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_what_is_computed_over_all_ranks(world_size):
-    told = spawn(averages, world_size=world_size, output="none")
+    results = spawn(averages, world_size=world_size, output="none")
     count = sum(sum(sizes) for sizes in BATCHES[world_size])
-    for rank in told:
+    for rank in results:
         ours = rank["ours"]
         assert ours.mean == pytest.approx(float(rank["closed form"]), rel=1e-14)
         assert ours.count == count
         assert ours.mean_of_means == pytest.approx(rank["mean of means"], rel=1e-14)
-        assert rank["again"] == ours == told[0]["ours"]
+        assert rank["again"] == ours == results[0]["ours"]
         assert rank["after reset"] == (world_size - 1) / 2
         assert rank["calls"] == [("all_reduce", 32)]
         # Planted: the mean of means is another number on these uneven batches.
         assert abs(rank["fake"] - ours.mean) > 0.1
         assert abs(ours.mean_of_means - ours.mean) > 0.1
-    for rank in told:
+    for rank in results:
         weighted, plain, full = rank["weighted"]
         torch.testing.assert_close(weighted, full)
         if world_size > 1:  # planted: the mean of means
             assert (plain - full).abs().max() > 0.01
-    for number, rank in enumerate(told):
+    for number, rank in enumerate(results):
         first, second, third = rank["nobody"]
         assert first.startswith("ValueError: no rank has a sample, so there is no ")
         assert second.startswith("ValueError: n is 0 on this rank, and the sum over al")
         mine = -3 if number == world_size - 1 else 2
         assert third.startswith(f"ValueError: n is {mine} on this rank, and the su")
-    weights, masks = zip(*(rank["seeded"] for rank in told), strict=True)
+    weights, masks = zip(*(rank["seeded"] for rank in results), strict=True)
     assert all(torch.equal(w, weights[0]) for w in weights)
     assert len({tuple(mask.tolist()) for mask in masks}) == world_size
 

@@ -38,30 +38,30 @@ from ddp_course.theory import bytes_sent
 
 def everything() -> dict[tuple[str, str], object]:
     """On every rank: train under every wrapper, with every optimizer."""
-    told = {
+    results = {
         (name, optimizer): train(wrap, optimizer)
         for optimizer in OPTIMIZERS
         for name, wrap in WRAPPERS.items()
     }
-    return told | {("fake", name): train(wrap) for name, wrap in FAKES.items()}
+    return results | {("fake", name): train(wrap) for name, wrap in FAKES.items()}
 
 
 def test_the_same_training_as_one_process_and_as_pytorch():
     """On three ranks; one, two and four accumulate below."""
-    told = spawn(everything, world_size=3, output="none")
+    results = spawn(everything, world_size=3, output="none")
     for optimizer in OPTIMIZERS:
         alone = train(None, optimizer)
         for name in WRAPPERS:
-            mine = [rank[name, optimizer] for rank in told]
+            mine = [rank[name, optimizer] for rank in results]
             assert not far_apart(mine[0], alone), (name, optimizer)
-            assert not far_apart(mine[0], told[0]["torch", optimizer]), name
+            assert not far_apart(mine[0], results[0]["torch", optimizer]), name
             assert len({bits(rank) for rank in mine}) == 1, (name, optimizer)
             assert "frozen.weight" not in mine[0].gradients[0]
             assert mine[0].gradients[0]["empty"].shape == (0, 3)
             assert all(rank.buffers["shift"][0] == 0.25 for rank in mine)  # rank 0's
     alone = train(None)
     for name in FAKES:
-        mine = [rank["fake", name] for rank in told]
+        mine = [rank["fake", name] for rank in results]
         seen = far_apart(mine[0], alone), len({bits(rank) for rank in mine}) > 1
         assert any(seen), f"{name} was not seen"
 
@@ -69,17 +69,17 @@ def test_the_same_training_as_one_process_and_as_pytorch():
 def accumulated() -> dict[str, object]:
     """On every rank: four microbatches in all, by ranks, by no_sync, or both."""
     n = dist.get_world_size()
-    told = {"ranks": train(WRAPPERS["ours"])}
+    results = {"ranks": train(WRAPPERS["ours"])}
     for name in ("ours", "small buckets", "shared", "copied", "find", "torch"):
         micro = {1: 4, 2: 2, 4: 3}[n]
-        told[name] = train(WRAPPERS[name], micro=micro)
+        results[name] = train(WRAPPERS[name], micro=micro)
     for name in ("bucketed", "small buckets", "copied", "find"):
         how = {"micro": 12 // n, "in_step": True}
-        told[f"{name}, held"] = train(WRAPPERS[name], **how)
+        results[f"{name}, held"] = train(WRAPPERS[name], **how)
     if n == 2:
         fake = partial(OneTooEarly, **SMALL_BUCKETS)
-        told["fake"] = train(fake, micro=2)
-    return told
+        results["fake"] = train(fake, micro=2)
+    return results
 
 
 def half_in_no_sync() -> dict[str, torch.Tensor | None]:
@@ -108,10 +108,10 @@ def test_a_step_in_no_sync_only_adds_up():
 def test_more_ranks_a_larger_batch_and_accumulation_are_the_same():
     alone = train(None)
     for n in (1, 2, 4):
-        told = spawn(accumulated, world_size=n, output="none")
-        for name in told[0]:
-            wrong = far_apart(told[0][name], alone) or (
-                len({bits(rank[name]) for rank in told}) > 1
+        results = spawn(accumulated, world_size=n, output="none")
+        for name in results[0]:
+            wrong = far_apart(results[0][name], alone) or (
+                len({bits(rank[name]) for rank in results}) > 1
             )
             assert bool(wrong) == (name == "fake"), name
 
@@ -214,7 +214,7 @@ def rows(rank: int) -> torch.Tensor:
 
 def ways_to_go_backward() -> dict[str, dict]:
     """On every rank: gradients after several forwards and backwards."""
-    x, told = rows(dist.get_rank()), {}
+    x, results = rows(dist.get_rank()), {}
 
     def fresh(**options):
         return Ours(TwoHeads(), **{**CAPS, "bucket_cap_mb": 1e-5, **options})
@@ -228,12 +228,12 @@ def ways_to_go_backward() -> dict[str, dict]:
     ddp = fresh()
     out = ddp(x)
     (loss_a(out) + loss_b(out)).backward()
-    told["sum"] = gradients(ddp.module)
+    results["sum"] = gradients(ddp.module)
     ddp = fresh()
     out = ddp(x)
     loss_a(out).backward(retain_graph=True)
     loss_b(out).backward()
-    told["two backwards"] = gradients(ddp.module)
+    results["two backwards"] = gradients(ddp.module)
     ddp(x)  # nothing is owed: the next forward is fine
     for find in (False, True):
         ddp = fresh(find_unused_parameters=find)
@@ -241,59 +241,59 @@ def ways_to_go_backward() -> dict[str, dict]:
         loss = loss_a(out) + loss_b(out)
         loss.backward(retain_graph=True)
         loss.backward()
-        told[f"twice, {find}"] = gradients(ddp.module)
+        results[f"twice, {find}"] = gradients(ddp.module)
         ddp = fresh(find_unused_parameters=find)
         one, two = ddp(x), ddp(2 * x)
         (loss_a(one) + loss_b(one) + loss_a(two) + loss_b(two)).backward()
-        told[f"two forwards, {find}"] = gradients(ddp.module)
+        results[f"two forwards, {find}"] = gradients(ddp.module)
     ddp = fresh(find_unused_parameters=True)
     one, two = ddp(x), ddp(2 * x, "b")  # only the first reaches head a
     (loss_a(one) + loss_b(two)).backward()
-    told["a of one, b of the other"] = gradients(ddp.module)
+    results["a of one, b of the other"] = gradients(ddp.module)
     ddp = fresh()
     with ddp.no_sync():
         out = ddp(x)
     (loss_a(out) + loss_b(out)).backward()  # the forward decides
-    told["forward in no_sync"] = gradients(ddp.module)
+    results["forward in no_sync"] = gradients(ddp.module)
     ddp = fresh()
     out = ddp(x)
     with ddp.no_sync():
         (loss_a(out) + loss_b(out)).backward()
-    told["backward in no_sync"] = gradients(ddp.module)
+    results["backward in no_sync"] = gradients(ddp.module)
     for reentrant in (True, False):
         ddp = fresh()
         heads = partial(two_heads, ddp)
         out = checkpoint(heads, x.clone().requires_grad_(), use_reentrant=reentrant)
         (out[0].square().sum() + out[1].exp().sum()).backward()
-        told[f"recomputed, {reentrant}"] = gradients(ddp.module)
+        results[f"recomputed, {reentrant}"] = gradients(ddp.module)
     ddp = fresh()
     with torch.no_grad():
         ddp(x)
     out = ddp.module(x)
     (loss_a(out) + loss_b(out)).backward()
-    told["module"] = gradients(ddp.module)
+    results["module"] = gradients(ddp.module)
     ddp = fresh()
     out = ddp(x)
     loss = loss_a(out) + loss_b(out)
     loss.backward(create_graph=True)
-    told["create_graph"] = {k: g.detach() for k, g in gradients(ddp.module).items()}
+    results["create_graph"] = {k: g.detach() for k, g in gradients(ddp.module).items()}
     model = TwoHeads()
     ddp = Ours(model)
     ddp = Ours(model)  # wrapped again, as one does in a notebook
     with TorchCollectives() as calls:
         out = ddp(x)
         (loss_a(out) + loss_b(out)).backward()
-    told["again"] = gradients(model)
-    told["calls"] = [calls.count()]
+    results["again"] = gradients(model)
+    results["calls"] = [calls.count()]
     bucket = weakref.ref(ddp.engine.buckets[0])
     del ddp, out
-    told["calls"].append(bucket() is None)  # no hook keeps the memory
-    return told
+    results["calls"].append(bucket() is None)  # no hook keeps the memory
+    return results
 
 
 def test_several_forwards_and_backwards(three_ranks):
     n = 3
-    told = three_ranks["ways_to_go_backward"]
+    results = three_ranks["ways_to_go_backward"]
 
     def alone(rank, a=1.0, b=1.0):
         model = TwoHeads()
@@ -309,7 +309,7 @@ def test_several_forwards_and_backwards(three_ranks):
     once, both = mean(), mean(2.0, 2.0)
     both = {k: once[k] + both[k] for k in once}
     twice = {k: 2 * g for k, g in once.items()}
-    for rank, got in enumerate(told):
+    for rank, got in enumerate(results):
         mine = alone(rank)
         for way in ("sum", "two backwards", "backward in no_sync", "create_graph"):
             assert close(got[way], once), way
@@ -324,7 +324,7 @@ def test_several_forwards_and_backwards(three_ranks):
             assert close(got[way], mine), way
         for way, gradient in got.items():
             if way != "calls" and way not in ("forward in no_sync", "module"):
-                assert same(gradient, told[0][way]), way
+                assert same(gradient, results[0][way]), way
 
 
 def in_another_order() -> list[torch.Tensor]:
@@ -339,9 +339,9 @@ def in_another_order() -> list[torch.Tensor]:
 
 
 def test_buckets_are_sent_in_one_order_whatever_the_order_of_the_gradients(three_ranks):
-    told = three_ranks["in_another_order"]
-    assert len({tuple(came) for came, *_ in told}) == 3
-    for _, *gradients in told:
+    results = three_ranks["in_another_order"]
+    assert len({tuple(came) for came, *_ in results}) == 3
+    for _, *gradients in results:
         for k, gradient in enumerate(gradients):
             assert torch.allclose(gradient, torch.full((2, 2), k + 1.0))
 
@@ -350,15 +350,15 @@ def like_pytorch() -> dict[str, object]:
     """On every rank: attributes, names, memory, and a module in channels_last."""
     theirs = nn.parallel.DistributedDataParallel(Small())
     ours = Ours(Small(), **SMALL_BUCKETS)
-    told = {"names": list(ours.state_dict()) == list(theirs.state_dict())}
-    told["prefix"] = all(name.startswith("module.") for name in ours.state_dict())
+    results = {"names": list(ours.state_dict()) == list(theirs.state_dict())}
+    results["prefix"] = all(name.startswith("module.") for name in ours.state_dict())
     try:
         ours.first  # noqa: B018
     except AttributeError as error:
-        told["attribute"] = str(error)
+        results["attribute"] = str(error)
     ours(batch(0)[0]).sum().backward()
     flats = [bucket.flat for bucket in ours.engine.buckets]
-    told["views"] = all(
+    results["views"] = all(
         any(p.grad.untyped_storage().data_ptr() == f.untyped_storage().data_ptr()
             for f in flats)
         for p in ours.parameters() if p.requires_grad and p.numel()
@@ -366,9 +366,9 @@ def like_pytorch() -> dict[str, object]:
     convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     ddp = Ours(convolution)
     ddp(torch.ones(1, 3, 5, 5)).sum().backward()
-    told["strides"] = convolution.weight.grad.stride() == convolution.weight.stride()
-    told["equal"] = torch.allclose(convolution.bias.grad, torch.full((4,), 9.0))
-    return told
+    results["strides"] = convolution.weight.grad.stride() == convolution.weight.stride()
+    results["equal"] = torch.allclose(convolution.bias.grad, torch.full((4,), 9.0))
+    return results
 
 
 def test_names_attributes_and_memory_are_as_in_pytorch(three_ranks):

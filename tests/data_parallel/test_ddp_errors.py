@@ -88,9 +88,9 @@ def test_wrong_constructions_are_refused_on_every_rank_and_nothing_is_sent(three
 
 def test_differences_are_told_in_order_and_not_all_of_them():
     forms = [{f"p{k}": "a" for k in range(9)}, {f"p{k}": "b" for k in range(9)}]
-    told = differences(forms, [4, 7])
-    assert told.startswith("the ranks differ. p0 is a on rank 4, b on rank 7; p1 is")
-    assert told.endswith("p4 is a on rank 4, b on rank 7; and 4 more")
+    error = differences(forms, [4, 7])
+    assert error.startswith("the ranks differ. p0 is a on rank 4, b on rank 7; p1 is")
+    assert error.endswith("p4 is a on rank 4, b on rank 7; and 4 more")
     turned = [{"p": "a", "q": "a"}, {"q": "a", "p": "a"}]
     assert "another order: rank 0: p q; rank 1: q p" in differences(turned, [0, 1])
 
@@ -107,31 +107,33 @@ def loss_of(outputs):
 
 def unused() -> dict[str, object]:
     """On every rank: what happens if some experts do not work."""
-    me, x, told = dist.get_rank(), torch.ones(1, 3), {}
+    me, x, results = dist.get_rank(), torch.ones(1, 3), {}
 
     def step(ddp, which):
         return lambda: loss_of(ddp(x, which)).backward()
 
     ddp = Ours(Branches(), **TINY)
-    told["on rank 1 only"] = error_of(step(ddp, {0, 1} if me == 1 else {0, 1, 2}))
-    told["then all is well"] = error_of(step(ddp, {0, 1, 2}))
-    told["others elsewhere"] = error_of(step(ddp, {me}))
+    results["on rank 1 only"] = error_of(step(ddp, {0, 1} if me == 1 else {0, 1, 2}))
+    results["then all is well"] = error_of(step(ddp, {0, 1, 2}))
+    results["others elsewhere"] = error_of(step(ddp, {me}))
     for as_view in (True, False):
         ddp = Ours(Branches(), **TINY, gradient_as_bucket_view=as_view)
-        told[f"nowhere, {as_view}"] = error_of(step(ddp, {0, 1}))
-        told[f"grads, {as_view}"] = none_of(ddp)
-        told[f"next, {as_view}"] = error_of(step(ddp, {0, 1, 2}))
+        results[f"nowhere, {as_view}"] = error_of(step(ddp, {0, 1}))
+        results[f"grads, {as_view}"] = none_of(ddp)
+        results[f"next, {as_view}"] = error_of(step(ddp, {0, 1, 2}))
     ddp = Ours(Branches(), **TINY)
     with ddp.no_sync():
         step(ddp, {0, 1, 2})()
-    told["used in no_sync"] = error_of(step(ddp, {0, 1})) + error_of(
+    results["used in no_sync"] = error_of(step(ddp, {0, 1})) + error_of(
         lambda: ddp(x, {0})
     )
     ddp = Ours(Branches(), **TINY)
-    told["nan"] = error_of(lambda: (loss_of(ddp(x, {0, 1, 2})) * torch.nan).backward())
-    told["after nan"] = error_of(step(ddp, {0, 1, 2}))
-    told["ignored"] = error_of(step(UnusedIgnored(Branches()), {0, 1}))
-    return told
+    results["nan"] = error_of(
+        lambda: (loss_of(ddp(x, {0, 1, 2})) * torch.nan).backward()
+    )
+    results["after nan"] = error_of(step(ddp, {0, 1, 2}))
+    results["ignored"] = error_of(step(UnusedIgnored(Branches()), {0, 1}))
+    return results
 
 
 def none_of(ddp: nn.Module) -> list[str]:
@@ -139,10 +141,10 @@ def none_of(ddp: nn.Module) -> list[str]:
 
 
 def test_unused_parameters_are_named_on_every_rank(three_ranks):
-    told = three_ranks["unused"]
-    for name in told[0]:
-        assert len({str(rank[name]) for rank in told}) == 1, name
-    got = told[0]
+    results = three_ranks["unused"]
+    for name in results[0]:
+        assert len({str(rank[name]) for rank in results}) == 1, name
+    got = results[0]
     assert "UnusedParametersError: some ranks had no gradient" in got["on rank 1 only"]
     assert "rank 1: branches.2.weight, branches.2.bias." in got["on rank 1 only"]
     assert "find_unused_parameters=True" in got["on rank 1 only"]
@@ -162,7 +164,7 @@ def test_unused_parameters_are_named_on_every_rank(three_ranks):
 
 def found() -> list[dict]:
     """On every rank: gradients and bits of a training in which experts take turns."""
-    told = []
+    collected = []
     for wrap in (
         lambda m: nn.parallel.DistributedDataParallel(m, find_unused_parameters=True),
         lambda m: Ours(m, find_unused_parameters=True, **TINY),
@@ -188,18 +190,20 @@ def found() -> list[dict]:
                 }
             )
             optimizer.step()
-        told.append({"history": history, "end": [p.detach() for p in ddp.parameters()]})
-    return told
+        collected.append(
+            {"history": history, "end": [p.detach() for p in ddp.parameters()]}
+        )
+    return collected
 
 
 def test_found_unused_parameters_are_handled_as_in_pytorch(three_ranks):
-    told = three_ranks["found"]
-    theirs, *mine = told[0]
+    results = three_ranks["found"]
+    theirs, *mine = results[0]
     nones = [[k for k, g in step.items() if g is None] for step in theirs["history"]]
     assert any(nones) and not all(nones)  # the case is there at all
     for variant, got in enumerate(mine, start=1):
         assert same(got["history"], theirs["history"], rtol=1e-5), variant
-        for rank in told:
+        for rank in results:
             assert same(rank[variant]["end"], got["end"])
 
 
@@ -231,7 +235,7 @@ def test_a_backward_that_fails_does_not_spoil_the_next_one(three_ranks):
 
 def buffers_and_small_things() -> dict[str, bool]:
     """On every rank: whose buffers count, and when."""
-    me, told = dist.get_rank(), {}
+    me, results = dist.get_rank(), {}
     for cls in (Ours, nn.parallel.DistributedDataParallel):
         model = Small()
         ddp = cls(model)
@@ -244,15 +248,15 @@ def buffers_and_small_things() -> dict[str, bool]:
             else:
                 ddp(batch(0)[0])
             seen.append(model.shift[0].item())
-        told[cls is Ours] = seen
-    return told
+        results[cls is Ours] = seen
+    return results
 
 
 def test_buffers_are_sent_when_pytorch_sends_them(three_ranks):
-    told = three_ranks["buffers_and_small_things"]
-    assert told[0][True] == told[0][False] == [0.0, 10.0, 20.0, 30.0]
+    results = three_ranks["buffers_and_small_things"]
+    assert results[0][True] == results[0][False] == [0.0, 10.0, 20.0, 30.0]
     # After a forward in no_sync nothing is sent: rank 1 keeps its own in the third.
-    assert told[1][True] == told[1][False] == [0.0, 10.0, 21.0, 30.0]
+    assert results[1][True] == results[1][False] == [0.0, 10.0, 21.0, 30.0]
 
 
 three_ranks = launched(

@@ -67,10 +67,10 @@ def by_slow_ring() -> dict[str, list[Event]]:
 def test_communication_is_hidden_behind_backward():
     buckets = ("ours", "shared", "pytorch")
     for _ in range(3):  # on a busy machine one rank can be late for every message
-        told = spawn(by_gloo, world_size=2, output="none")
-        if all(hidden(rank[name]) > 0 for rank in told for name in buckets):
+        results = spawn(by_gloo, world_size=2, output="none")
+        if all(hidden(rank[name]) > 0 for rank in results for name in buckets):
             break
-    for rank in told:
+    for rank in results:
         for name in buckets:
             assert hidden(rank[name]) > 0, name
         for name in ("naive", "flat", "fake"):
@@ -83,14 +83,14 @@ def test_communication_is_hidden_behind_backward():
 
 
 def test_a_slow_link_is_hidden_the_fakes_are_not_and_the_events_tell_the_phases():
-    told = spawn(by_slow_ring, world_size=3, links=SLOW, output="none")
-    for rank in told:
+    results = spawn(by_slow_ring, world_size=3, links=SLOW, output="none")
+    for rank in results:
         # 4 steps of the ring take 16 ms, less than the 30 ms of a layer's backward: all
         # but the last can be hidden. How many are, a busy machine decides.
         assert busy(rank["ours"], "communication") > LAYERS * 4 * LATENCY
         assert hidden(rank["ours"]) > 0
         assert hidden(rank["naive"]) == hidden(rank["fake"]) == 0
-    events = told[0]["ours"]
+    events = results[0]["ours"]
     computed = check_phases(events, list(range(LAYERS)))
     (wait,) = (e for e in events if e.lane == "wait")
     assert [e.detail["bucket"] for e in computed] == list(range(LAYERS))

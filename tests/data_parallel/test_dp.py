@@ -435,8 +435,8 @@ def test_bad_modules():
 
 @pytest.mark.parametrize("shapes", [[[8, 2], [2, 2]], [[8, 2], []], [[]]])
 def test_inputs_that_cannot_be_cut(shapes):
-    told = f"the inputs have the shapes {', '.join(map(str, shapes))}; all must"
-    with pytest.raises(ValueError, match=re.escape(told)):
+    results = f"the inputs have the shapes {', '.join(map(str, shapes))}; all must"
+    with pytest.raises(ValueError, match=re.escape(results)):
         scatter([torch.ones(shape) for shape in shapes], [CPU] * 4)
 
 

@@ -171,10 +171,10 @@ def on_ranks() -> tuple[list, list, list]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_in_a_data_loader(world_size):
-    told = spawn(on_ranks, world_size=world_size, output="none")
-    assert all(ours == theirs for ours, theirs, _ in told)
-    assert sorted(chain(*(o for _, _, o in told))) == list(range(0, 110, 10))
-    assert told[0][0][0] != told[0][0][1]
+    results = spawn(on_ranks, world_size=world_size, output="none")
+    assert all(ours == theirs for ours, theirs, _ in results)
+    assert sorted(chain(*(o for _, _, o in results))) == list(range(0, 110, 10))
+    assert results[0][0][0] != results[0][0][1]
 
 
 def of_nine(*arguments):

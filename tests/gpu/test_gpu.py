@@ -150,13 +150,13 @@ def test_a_gpus_clock_tells_when_the_stream_came_to_it():
 
 @each_way
 def test_shards_on_the_cpu_train_as_those_on_the_gpu(way):
-    here, there = run(way, sharded), run(way, partial(sharded, cpu_offload=True))
-    for (losses, state, _), (its, other, seen) in zip(here, there, strict=True):
+    on_gpu, offloaded = run(way, sharded), run(way, partial(sharded, cpu_offload=True))
+    for (losses, state, _), (its, other, seen) in zip(on_gpu, offloaded, strict=True):
         assert its == pytest.approx(losses, rel=1e-5)
         assert largest_difference(state, other) < 1e-5
         assert seen["home"] == "cpu" and seen["pinned"] == bool(GPUS)
     planted = run(way, planted_offload)[0][1]
-    assert largest_difference(here[0][1], planted) > 1e-3
+    assert largest_difference(on_gpu[0][1], planted) > 1e-3
 
 
 @each_way
@@ -211,11 +211,11 @@ def test_what_passed_is_what_the_doctor_tells(tmp_path):
     file, run = tmp_path / "results.json", WrittenDown()
     with mock.patch("written_down.RESULTS", file):
         for n, outcome in enumerate(["passed", "failed", "passed"]):
-            told = {"when": "call", "outcome": outcome, "nodeid": f"x.py::test_{n}"}
-            run.pytest_runtest_logreport(SimpleNamespace(**told))
+            results = {"when": "call", "outcome": outcome, "nodeid": f"x.py::test_{n}"}
+            run.pytest_runtest_logreport(SimpleNamespace(**results))
             run.pytest_sessionfinish(SimpleNamespace(testscollected=4))
             assert not file.exists()  # one is still missing
         run.write(["H100"])
-    told = doctor.tried_on_gpus(file)
-    assert "(H100, torch" in told
-    assert told.endswith("2 tests passed 0 days ago, failed: 1.")
+    results = doctor.tried_on_gpus(file)
+    assert "(H100, torch" in results
+    assert results.endswith("2 tests passed 0 days ago, failed: 1.")

@@ -30,11 +30,11 @@ class WrittenDown:
 
     def write(self, gpus: list[str]) -> None:
         """Write the file."""
-        told = {"date": date.today().isoformat(), "gpus": gpus}
-        told |= {"torch": torch.__version__, "nccl": torch.version.cuda and nccl()}
+        record = {"date": date.today().isoformat(), "gpus": gpus}
+        record |= {"torch": torch.__version__, "nccl": torch.version.cuda and nccl()}
         for outcome in ("passed", "failed", "skipped"):
-            told[outcome] = [n for n, was in self.outcomes.items() if was == outcome]
-        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+            record[outcome] = [n for n, was in self.outcomes.items() if was == outcome]
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def nccl() -> str:

@@ -177,8 +177,8 @@ def test_all_to_all_shows_only_what_is_relevant():
         said = words(plan_step(plan, step))
         for i in range(4):
             for j in range(4):
-                there = (j - i) % 4 <= step
-                assert said.count(f"{i}→{j}") == 1 + there
+                arrived = (j - i) % 4 <= step
+                assert said.count(f"{i}→{j}") == 1 + arrived
                 assert set(fills(plan_step(plan, step), f"{i}→{j}")) == {rank_color(i)}
 
 

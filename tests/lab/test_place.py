@@ -17,21 +17,21 @@ def test_in_its_place_a_notebook_misses_nothing():
 
 
 @pytest.mark.parametrize(
-    ("there", "lost"),
+    ("present", "lost"),
     [
         ([], "its pictures and the pages that it links to are not here. "),
         (["images/course_map.svg"], ", the pages that it links to are not here. "),
         (["notebooks/glossary.md"], ", its pictures are not here. "),
     ],
 )
-def test_elsewhere_it_says_what_and_where_it_is(tmp_path, monkeypatch, there, lost):
+def test_elsewhere_it_says_what_and_where_it_is(tmp_path, monkeypatch, present, lost):
     monkeypatch.chdir(tmp_path)
-    for file in there:
+    for file in present:
         (tmp_path / file).parent.mkdir()
         (tmp_path / file).touch()
-    told = place.missing(tmp_path / "notebooks")
-    assert lost in told
-    assert f"They are in `{NOTEBOOKS.parent}`. `ddp-course lab` opens" in told
+    results = place.missing(tmp_path / "notebooks")
+    assert lost in results
+    assert f"They are in `{NOTEBOOKS.parent}`. `ddp-course lab` opens" in results
 
 
 def test_where_no_course_is_known_it_says_how_to_get_one(tmp_path, monkeypatch):

@@ -151,13 +151,13 @@ def test_text_is_taken_for_what_it_is(text, says):
 def test_a_common_belief_is_named(monkeypatch):
     beliefs = {250: "Whole gradients.", (1600, 2000): "Both ways?", 1050: "Close."}
     monkeypatch.setitem(BELIEFS, "?", beliefs)
-    told = [
+    results = [
         table(Prediction("?", guess).compare(measured=1000))[1].partition(". ")[2]
         for guess in (250, "249", 260, 1000, None, "a quarter", 1600, 1800, 2100, 1050)
     ]
     both = ["Both ways?", "Both ways?", ""]
     first = ["Whole gradients.", "Whole gradients.", ""]
-    assert told == [*first, "", "", "", *both, ""]
+    assert results == [*first, "", "", "", *both, ""]
 
 
 def predictions() -> dict[str, float]:

@@ -49,13 +49,13 @@ def test_the_best_that_a_check_has_said_is_noted(copy, capsys):
         check_swap(answer)
         assert progress.reached(copy) == {"swap": best}
     assert main(["progress"]) == 0
-    told = capsys.readouterr().out
-    rows = [line for line in told.splitlines() if line[:2].isdigit()]
+    output = capsys.readouterr().out
+    rows = [line for line in output.splitlines() if line[:2].isdigit()]
     assert len({re.search("[✓✗○·]", row).start() for row in rows}) == 1  # one column
     assert rows[2].split(maxsplit=1)[1] == "✓ swap   · my_broadcast   · my_transpose"
     total = len(all_exercises())
     line = f"1 of {total} exercises have passed. Next: my_slice, in 00_start_here."
-    assert line in told
+    assert line in output
 
 
 def test_what_passes_says_how_many_have_and_which_is_next(copy):
@@ -179,17 +179,17 @@ def test_a_report_that_fills_the_disk_leaves_nothing(copy, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "message"),
     [
         (["--collect", "nowhere"], "there are no reports in nowhere"),
         (["--report", "nowhere/x.json"], "there is no folder"),
         (["--report", "a", "--collect", "b"], "not allowed with"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(copy, capsys, typed, told):
+def test_what_cannot_be_is_told_in_a_line(copy, capsys, typed, message):
     try:
         assert main(["progress", *typed]) == 1
     except SystemExit as error:
         assert error.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line

@@ -138,7 +138,7 @@ def _is_docstring(node):
 def test_a_docstring_that_is_all_there_is_stays():
     from ddp_course.lab.exercises import Hint
 
-    assert "text says" in code(show_source(Hint, docstring=False))
+    assert "text describes" in code(show_source(Hint, docstring=False))
 
 
 def test_no_docstring():
@@ -171,7 +171,7 @@ def test_what_has_no_source(thing):
 
 
 def test_nothing_to_show():
-    with pytest.raises(TypeError, match="wants a function"):
+    with pytest.raises(TypeError, match="pass a function"):
         show_source()
 
 

@@ -151,11 +151,11 @@ def test_an_emulated_node_sees_only_its_own_gpus():
     topology = Topology(nnodes=2, nproc_per_node=4)
     placement = choose(topology, gpus=8)
     with visible_devices(None):
-        told = [placement.environment(place) for place in topology.places()]
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in told] == (
+        results = [placement.environment(place) for place in topology.places()]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in results] == (
         ["0,1,2,3"] * 4 + ["4,5,6,7"] * 4
     )
-    assert [each["DDP_COURSE_DEVICE"] for each in told] == [
+    assert [each["DDP_COURSE_DEVICE"] for each in results] == [
         f"cuda:{local_rank}" for _ in range(2) for local_rank in range(4)
     ]
 
@@ -185,13 +185,13 @@ def assert_ranks_reach_their_gpus(topology, gpus, names, share, kind=Placement):
     chosen = choose(topology, share_gpus=share, gpus=gpus)
     placement = kind(chosen.backend, chosen.gpus, chosen.sentence)
     with visible_devices(None if names is None else ",".join(names)):
-        told = [placement.environment(place) for place in topology.places()]
+        results = [placement.environment(place) for place in topology.places()]
     called = names or [str(gpu) for gpu in range(gpus)]
-    assert [gpu_reached(each) for each in told] == [
+    assert [gpu_reached(each) for each in results] == [
         called[gpu] for gpu in placement.gpus
     ]
     if not share:
-        for place, each in zip(topology.places(), told, strict=True):
+        for place, each in zip(topology.places(), results, strict=True):
             assert each["DDP_COURSE_DEVICE"] == f"cuda:{place.local_rank}"
 
 

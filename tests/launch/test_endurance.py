@@ -178,7 +178,7 @@ COLLECTIVES = {
 KILLED = COLLECTIVES if ENDURANCE else list(COLLECTIVES)[:2]
 
 
-def killed_inside(name: str, moment: float, told: str) -> None:
+def killed_inside(name: str, moment: float, results: str) -> None:
     """Call it again and again; in the third call rank 1 is killed.
 
     Or in a later one, if fewer functions are called in that: who waits longer looks
@@ -190,7 +190,7 @@ def killed_inside(name: str, moment: float, told: str) -> None:
         nonlocal calls
         calls += 1
         if calls > last:
-            Path(told).write_text(str(time.time()))
+            Path(results).write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
     last = float("inf")
@@ -208,10 +208,10 @@ def test_of_a_rank_killed_inside_a_collective_the_others_hear_at_once(
     name, tmp_path, record_property
 ):
     for moment in (0.1, 0.5, 0.9) if ENDURANCE else (0.5,):
-        told = tmp_path / "killed"
-        call = killed_inside, name, moment, str(told)
+        results = tmp_path / "killed"
+        call = killed_inside, name, moment, str(results)
         reports = spawn(*call, world_size=N, output="none", check=False, timeout=60)
-        late = time.time() - float(told.read_text())
+        late = time.time() - float(results.read_text())
         assert reports[1].status == "killed", reports
         assert reports[0].status in ("raised", "unfinished"), reports
         record_property(f"killed at {moment}, heard after s", round(late, 2))
@@ -250,8 +250,8 @@ LARGE += "all_gather_single reduce_scatter_single all_to_all_single"
 @pytest.mark.skipif(not ENDURANCE, reason="only with DDP_COURSE_ENDURANCE=1")
 @pytest.mark.parametrize("name", LARGE.split())
 def test_a_gibibyte_arrives_whole(name):
-    told = spawn(a_gibibyte, name, world_size=N, output="none", timeout=600)
-    assert all(told)
+    results = spawn(a_gibibyte, name, world_size=N, output="none", timeout=600)
+    assert all(results)
 
 
 # ---- no room in /dev/shm -------------------------------------------------------------
@@ -310,13 +310,13 @@ print(found)
 """
 
 
-def looked_at_by_another(told: str) -> list[str]:
+def looked_at_by_another(results: str) -> list[str]:
     """Share memory; then let another user look at this rank, and at all that lies."""
     shared_memory.all_reduce(whole())
     pids = [0] * N
     dist.all_gather_object(pids, os.getpid())
     look = [*AS_NOBODY, sys.executable, "-I", "-c", LOOKS, *map(str, pids)]
-    env = {"TMPDIR": told, "PATH": os.environ["PATH"]}
+    env = {"TMPDIR": results, "PATH": os.environ["PATH"]}
     return subprocess.run(look, capture_output=True, text=True, env=env, cwd="/")
 
 
@@ -330,10 +330,10 @@ def test_another_user_can_neither_read_nor_reach_a_rank(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", folder)
     monkeypatch.setattr("tempfile.tempdir", None)
     try:
-        for told in spawn(looked_at_by_another, folder, world_size=N, output="none"):
-            assert told.stdout == "[]\n", told
+        for result in spawn(looked_at_by_another, folder, world_size=N, output="none"):
+            assert result.stdout == "[]\n", result
         (Path(folder) / "plant").write_text("to be seen")
-        (told, _) = spawn(looked_at_by_another, folder, world_size=N, output="none")
-        assert "plant" in told.stdout
+        (result, _) = spawn(looked_at_by_another, folder, world_size=N, output="none")
+        assert "plant" in result.stdout
     finally:
         shutil.rmtree(folder)

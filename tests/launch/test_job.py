@@ -20,9 +20,9 @@ launch_it = launch.spawn
 
 def planned(fn=print, args=(), **changes) -> Job:
     """The job that `spawn(fn, *args, **changes)` would launch."""
-    with mock.patch.object(api, "Launch") as made:
+    with mock.patch.object(api, "Launch") as launch:
         launch_it(fn, *args, check=False, **({"output": "none"} | changes))
-    return made.call_args.args[0]
+    return launch.call_args.args[0]
 
 
 # ---- what is refused ---------------------------------------------------------------
@@ -146,9 +146,9 @@ def test_what_was_given_is_taken_as_it_is():
     for timeout in (1e-3, 1, 120.0, 10**9, np.float64(2.5)):
         assert planned(timeout=timeout).timeout == timeout
     env, slow = {"A": "1"}, Links(between=Link(latency=1.0))
-    made = planned(env=env, links=slow)
+    its_job = planned(env=env, links=slow)
     env["A"] = "2"
-    assert made.env == {"A": "1"} and made.links is slow
+    assert its_job.env == {"A": "1"} and its_job.links is slow
     assert planned().links == Links()
     assert f"1 to {job.MAX_WORLD_SIZE}" in " ".join(launch.spawn.__doc__.split())
 
@@ -167,7 +167,7 @@ junk = st.one_of(
 @given(numbers, numbers, numbers)
 def test_a_shape_is_either_as_asked_or_refused(world_size, nnodes, per_node):
     try:
-        made = planned(world_size=world_size, nnodes=nnodes, nproc_per_node=per_node)
+        its_job = planned(world_size=world_size, nnodes=nnodes, nproc_per_node=per_node)
     except LaunchArgumentError:
         possible = [
             (n, p)
@@ -180,10 +180,10 @@ def test_a_shape_is_either_as_asked_or_refused(world_size, nnodes, per_node):
             nnodes * per_node,
         )
         return
-    assert 1 <= made.world_size <= 64
-    assert world_size in (None, made.world_size)
-    assert nnodes in (None, made.topology.nnodes)
-    assert per_node in (None, made.topology.nproc_per_node)
+    assert 1 <= its_job.world_size <= 64
+    assert world_size in (None, its_job.world_size)
+    assert nnodes in (None, its_job.topology.nnodes)
+    assert per_node in (None, its_job.topology.nproc_per_node)
 
 
 @given(
@@ -192,12 +192,12 @@ def test_a_shape_is_either_as_asked_or_refused(world_size, nnodes, per_node):
 )
 def test_nothing_but_a_launch_argument_error_ever_comes_out(name, value):
     try:
-        made = planned(**{name: value})
+        its_job = planned(**{name: value})
     except LaunchArgumentError as error:
         assert name in str(error) or "cannot be divided equally" in str(error)
         return
-    assert 0 < made.timeout < math.inf
-    for each in (made.world_size, made.threads):
+    assert 0 < its_job.timeout < math.inf
+    for each in (its_job.world_size, its_job.threads):
         assert type(each) is int and each >= 0
 
 
@@ -210,10 +210,10 @@ def test_a_rank_finds_what_torchrun_would_set(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
     monkeypatch.setenv("RANK", "77")
     monkeypatch.setenv("TMPDIR", "/tmp")
-    made = planned(
+    its_job = planned(
         nnodes=3, nproc_per_node=4, threads=2, env={"MINE": "yes", "TMPDIR": "/x"}
     )
-    environment = parent.environment(made, 6, "12345")
+    environment = parent.environment(its_job, 6, "12345")
     expected = {
         "RANK": "6",
         "LOCAL_RANK": "2",

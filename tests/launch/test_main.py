@@ -195,8 +195,8 @@ def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
-    assert "MODULE:FUNCTION" in (told := capsys.readouterr().out)
-    assert "torchrun --nproc-per-node 4 -m ddp_course.launch ddp_course." in told
+    assert "MODULE:FUNCTION" in (output := capsys.readouterr().out)
+    assert "torchrun --nproc-per-node 4 -m ddp_course.launch ddp_course." in output
 
 
 @pytest.fixture

@@ -37,8 +37,8 @@ class Owner:
 
 def sent(fn, *args):
     """What a rank calls: `fn` and its arguments, after the journey."""
-    there, its_args, _ = unpack_call(pack_call(fn, args))
-    return there(*its_args)
+    unpacked, its_args, _ = unpack_call(pack_call(fn, args))
+    return unpacked(*its_args)
 
 
 def sent_back(value):

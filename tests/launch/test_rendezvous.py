@@ -29,14 +29,14 @@ def seconds(number: float) -> datetime.timedelta:
 
 def test_the_socket_listens_on_loopback_at_a_port_that_nobody_else_can_take():
     with contextlib.ExitStack() as stack:
-        made = [stack.enter_context(listening_socket()) for _ in range(50)]
-        assert len({listener.getsockname()[1] for listener in made}) == 50
+        sockets = [stack.enter_context(listening_socket()) for _ in range(50)]
+        assert len({listener.getsockname()[1] for listener in sockets}) == 50
         other = stack.enter_context(socket.socket())
         with pytest.raises(OSError):
-            other.bind(made[0].getsockname())
-        assert made[0].getsockname()[0] == "127.0.0.1"
-        with socket.create_connection(made[0].getsockname(), timeout=5):
-            made[0].accept()[0].close()
+            other.bind(sockets[0].getsockname())
+        assert sockets[0].getsockname()[0] == "127.0.0.1"
+        with socket.create_connection(sockets[0].getsockname(), timeout=5):
+            sockets[0].accept()[0].close()
     names = [name for _, name in socket.if_nameindex()]
     assert rendezvous.loopback_interface() in names
 
@@ -247,8 +247,8 @@ def newest_name(store, rank, world_size):
 def test_meeting_a_ghost_is_caught(make_wrong):
     """These all manage the first attempt: that is why such mistakes survive."""
     assert attempts(make_wrong(), 4, [[0, 1, 2, 3]]) == ""
-    told = attempts(make_wrong(), 4, [[0, 1, 2, 3], [3, 2, 1, 0]], 0.3)
-    assert told.startswith("attempt 1: ")
+    results = attempts(make_wrong(), 4, [[0, 1, 2, 3], [3, 2, 1, 0]], 0.3)
+    assert results.startswith("attempt 1: ")
 
 
 def test_the_dead_cannot_hold_up_the_living():

@@ -85,23 +85,25 @@ def assert_the_cause_is_found(cause) -> None:
     """Fail unless `cause` finds the one real failure, in whatever order all ended."""
     for culprit, order in itertools.product(range(3), itertools.permutations(range(3))):
         for status, error in REAL:
-            told = [
+            results = [
                 failed(rank, status, error, order[rank])
                 if rank == culprit
                 else lost(rank, order[rank], LOST[rank])
                 for rank in range(3)
             ]
-            assert cause(told).rank == culprit, (error, order)
+            assert cause(results).rank == culprit, (error, order)
 
 
-def earliest(told):
+def earliest(results):
     """A planted mistake: who ends first is to blame."""
-    return min((r for r in told if r.failed), key=lambda r: r.ended_at)
+    return min((r for r in results if r.failed), key=lambda r: r.ended_at)
 
 
-def lowest_exception(told):
+def lowest_exception(results):
     """A planted mistake: only exceptions are looked at."""
-    return min((r for r in told if r.status == "raised"), key=lambda r: r.lost_a_peer)
+    return min(
+        (r for r in results if r.status == "raised"), key=lambda r: r.lost_a_peer
+    )
 
 
 def test_who_lost_a_peer_is_never_the_cause_when_another_failed_by_itself():
@@ -127,17 +129,17 @@ bystanders = st.one_of(
 )
 def test_a_real_failure_is_found_in_any_crowd(crowd, culprit, when, position):
     crowd.insert(position, (*culprit, when))
-    told = [failed(rank, *each) for rank, each in enumerate(crowd)]
-    assert reports.cause(told).error == culprit[1]
-    assert reports.failure(told).rank == min(position, len(crowd) - 1)
+    results = [failed(rank, *each) for rank, each in enumerate(crowd)]
+    assert reports.cause(results).error == culprit[1]
+    assert reports.failure(results).rank == min(position, len(crowd) - 1)
 
 
 @given(st.lists(bystanders, max_size=8))
 def test_there_is_a_cause_exactly_if_a_rank_failed(crowd):
-    told = [failed(rank, *each) for rank, each in enumerate(crowd)]
+    results = [failed(rank, *each) for rank, each in enumerate(crowd)]
     someone_failed = any(status == "raised" for status, _, _ in crowd)
-    assert (reports.cause(told) is not None) == someone_failed
-    assert (reports.failure(told) is not None) == someone_failed
+    assert (reports.cause(results) is not None) == someone_failed
+    assert (reports.failure(results) is not None) == someone_failed
 
 
 @pytest.mark.parametrize("text", WAITED)
@@ -162,12 +164,12 @@ def test_a_lost_peer_is_known_by_its_words_and_nothing_else_is():
         ("raised", "BrokenPipeError: [Errno 32] Broken pipe"),
     ]:
         assert not failed(0, status, error).lost_a_peer
-        told = [lost(0, 0.0), failed(1, status, error, 0.1), lost(2, 0.2)]
-        assert str(reports.failure(told)) == f"rank 1: {error}"
+        results = [lost(0, 0.0), failed(1, status, error, 0.1), lost(2, 0.2)]
+        assert str(reports.failure(results)) == f"rank 1: {error}"
 
 
 @pytest.mark.parametrize(
-    ("told", "headline"),
+    ("message", "headline"),
     [
         ([ok(0), lost(1), lost(2)], "rank 0 returned while rank 1 still wanted to"),
         ([ok(0), lost(1, 2.0), lost(2, 1.0)], "rank 0 returned while rank 1 still"),
@@ -176,9 +178,9 @@ def test_a_lost_peer_is_known_by_its_words_and_nothing_else_is():
     ],
 )
 def test_ranks_that_returned_early_are_named_unless_there_is_a_real_error(
-    told, headline
+    message, headline
 ):
-    error = reports.failure(told)
+    error = reports.failure(message)
     assert str(error).startswith(headline)
     assert error.rank == (1 if headline.startswith("rank 1: ") else None)
 
@@ -195,8 +197,8 @@ def test_ranks_that_returned_early_are_named_unless_there_is_a_real_error(
 def test_headlines_hold_no_ports(one, two, order, address):
     def run(port):
         text = f"RuntimeError: [pair.cc:534] Connection closed by peer {address}"
-        told = [lost(rank, order[rank], text.format(port)) for rank in range(3)]
-        error = reports.failure([*told, ok(3)])
+        results = [lost(rank, order[rank], text.format(port)) for rank in range(3)]
+        error = reports.failure([*results, ok(3)])
         return str(error).replace("rank 1", "rank 0").replace("rank 2", "rank 0"), [
             report.line for report in error.reports
         ]
@@ -208,8 +210,8 @@ def test_headlines_hold_no_ports(one, two, order, address):
 @given(st.permutations(range(4)), st.sampled_from(REAL))
 def test_the_same_error_on_all_ranks_gives_the_same_headline_on_every_run(order, real):
     """A mistake in the function itself: all ranks fail, in another order each time."""
-    told = [failed(rank, *real, ended_at=order[rank]) for rank in range(4)]
-    assert str(reports.failure(told)) == f"rank 0: {real[1]}"
+    results = [failed(rank, *real, ended_at=order[rank]) for rank in range(4)]
+    assert str(reports.failure(results)) == f"rank 0: {real[1]}"
 
 
 def test_a_syntax_error_is_called_so():
@@ -249,11 +251,11 @@ TRACEBACK = "Traceback (most recent call last):\n  Cell In[5], line 2\nValueErro
 
 
 def some_error() -> RankError:
-    told = [
+    results = [
         lost(0, 0.0, where="Cell In[5], line 1: f()"),
         failed(1, "raised", "ValueError: x", 1.0, traceback=TRACEBACK),
     ]
-    return reports.failure(told)
+    return reports.failure(results)
 
 
 def some_timeout() -> RankTimeout:
@@ -337,17 +339,17 @@ def test_a_notebook_shows_the_story_and_not_the_launcher(make):
 
 
 def test_who_is_late_is_named():
-    told = [unfinished(0), ok(1), unfinished(2), unfinished(3)]
-    assert str(reports.late(told, 0.25)) == (
+    results = [unfinished(0), ok(1), unfinished(2), unfinished(3)]
+    assert str(reports.late(results, 0.25)) == (
         "ranks 0, 2 and 3 have not returned after 0.25 s"
     )
     assert reports.late([ok(0), ok(1)], 2) is None
 
 
-def launched(monkeypatch, told: list[RankReport], **how):
+def launched(monkeypatch, results: list[RankReport], **how):
     """What a launch returns or raises whose ranks ended as `told` says."""
-    monkeypatch.setattr(parent.Launch, "run", lambda launch: told)
-    return launch_it(print, world_size=len(told), output="none", **how)
+    monkeypatch.setattr(parent.Launch, "run", lambda launch: results)
+    return launch_it(print, world_size=len(results), output="none", **how)
 
 
 def test_what_comes_of_the_reports(monkeypatch):
@@ -355,8 +357,8 @@ def test_what_comes_of_the_reports(monkeypatch):
     assert launched(monkeypatch, good) == ["a", "b"]
     with pytest.raises(RankTimeout, match="rank 1 has not returned after 3 s"):
         launched(monkeypatch, late, timeout=3)
-    for told in (good, late, [lost(0), failed(1, *REAL[0])]):
-        assert launched(monkeypatch, told, check=False) is told
+    for result in (good, late, [lost(0), failed(1, *REAL[0])]):
+        assert launched(monkeypatch, result, check=False) is result
 
 
 def test_a_failure_shortly_before_the_deadline_is_not_told_as_lateness(monkeypatch):
@@ -455,5 +457,7 @@ def test_a_failure_of_another_kind_does_not_speak_of_unequal_calls():
     for number, report in enumerate(reports_):
         report.calls = {("0", 0): (f"{number}", f"all_reduce(float32 [{number}])")}
     assert str(reports.failure(reports_)) == "rank 1: ValueError: two is enough"
-    told = str(reports.failure([reports_[0], lost(1, calls=reports_[1].calls)]))
-    assert told.endswith("0: all_reduce(float32 [0]); rank 1: all_reduce(float32 [1])")
+    results = str(reports.failure([reports_[0], lost(1, calls=reports_[1].calls)]))
+    assert results.endswith(
+        "0: all_reduce(float32 [0]); rank 1: all_reduce(float32 [1])"
+    )

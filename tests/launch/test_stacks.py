@@ -88,8 +88,8 @@ def test_the_line_of_the_readers_code_is_found(dump, line, cell_source):
 
 @pytest.mark.parametrize("size", [0, 10, 50, 90, 150, 300])
 def test_half_a_dump_breaks_nothing(size):
-    told = stacks.where(dump_of(WATCHING, MAIN)[:size], LABELS)
-    assert told is None or isinstance(told, str)
+    results = stacks.where(dump_of(WATCHING, MAIN)[:size], LABELS)
+    assert results is None or isinstance(results, str)
 
 
 def outermost_frame(dump: str, labels: dict[str, str]) -> str | None:
@@ -211,19 +211,19 @@ def told_about(fn) -> traceback.TracebackException:
     pytest.fail("nothing was raised")
 
 
-def text_of(told: traceback.TracebackException) -> str:
-    return "".join(told.format())
+def text_of(results: traceback.TracebackException) -> str:
+    return "".join(results.format())
 
 
 def test_the_launchers_frames_and_those_of_pytorchs_logging_are_dropped():
     logger = f"{sysconfig.get_path('purelib')}/torch/distributed/c10d_logger.py"
-    told = told_about(calls(logger, calls(CELL, fail)))
-    assert "launch/rank.py" in text_of(told), "the test has nothing to find"
-    stacks.drop_launcher(told)
-    files = [frame.filename for frame in told.stack]
+    results = told_about(calls(logger, calls(CELL, fail)))
+    assert "launch/rank.py" in text_of(results), "the test has nothing to find"
+    stacks.drop_launcher(results)
+    files = [frame.filename for frame in results.stack]
     assert str(LAUNCHER / "rank.py") not in files and logger not in files
     assert files[-2:] == [CELL, __file__]
-    assert text_of(told).endswith("ValueError: at the bottom\n")
+    assert text_of(results).endswith("ValueError: at the bottom\n")
 
 
 def in_launcher(fn):
@@ -253,19 +253,19 @@ def raise_thrice() -> None:
 
 @pytest.mark.parametrize("chained", [raise_from, raise_while_handling, raise_thrice])
 def test_the_launchers_frames_are_dropped_from_chained_exceptions(chained):
-    told = told_about(in_launcher(chained))
-    assert text_of(told).count("ddp_course/launch/") >= 3
-    stacks.drop_launcher(told)
-    assert "ddp_course/launch/" not in text_of(told)
-    assert "at the bottom" in text_of(told)
-    assert "KeyError" in text_of(told)
+    results = told_about(in_launcher(chained))
+    assert text_of(results).count("ddp_course/launch/") >= 3
+    stacks.drop_launcher(results)
+    assert "ddp_course/launch/" not in text_of(results)
+    assert "at the bottom" in text_of(results)
+    assert "KeyError" in text_of(results)
 
 
 def test_dropping_only_from_the_last_exception_is_caught(monkeypatch):
     """A planted mistake: the chain is not followed."""
 
-    def drop(told):
-        told.stack[:] = [f for f in told.stack if str(LAUNCHER) not in f.filename]
+    def drop(message):
+        message.stack[:] = [f for f in message.stack if str(LAUNCHER) not in f.filename]
 
     monkeypatch.setattr(stacks, "drop_launcher", drop)
     with pytest.raises(AssertionError):
@@ -280,16 +280,16 @@ def test_the_launchers_frames_are_dropped_from_groups_of_exceptions():
         except ValueError as error:
             raise ExceptionGroup("several", [error]) from None  # noqa: F821
 
-    told = told_about(raise_several)
-    stacks.drop_launcher(told)
-    assert "ddp_course/launch/" not in text_of(told)
-    assert "at the bottom" in text_of(told)
+    results = told_about(raise_several)
+    stacks.drop_launcher(results)
+    assert "ddp_course/launch/" not in text_of(results)
+    assert "at the bottom" in text_of(results)
 
 
 def test_tracebacks_speak_of_cells():
-    told = told_about(calls(CELL, fail))
-    stacks.drop_launcher(told)
-    text = stacks.relabel(text_of(told), LABELS | {"/tmp/other.py": "Cell In[6]"})
+    results = told_about(calls(CELL, fail))
+    stacks.drop_launcher(results)
+    text = stacks.relabel(text_of(results), LABELS | {"/tmp/other.py": "Cell In[6]"})
     assert "  Cell In[5], line 2, in outer\n    x = torch.zeros(1)\n" in text
     assert CELL not in text and "In[6]" not in text
     assert f'File "{__file__}"' in text

@@ -142,11 +142,11 @@ ILLEGAL = {  # what two ranks do -> what the error says, on both of them
 
 def errors(cases) -> list[str]:
     """On two ranks: what each case raises, in a group of its own, which breaks."""
-    told = []
+    collected = []
     for case in cases:
-        given = dist.get_rank(), torch.ones(4), dist.new_group([0, 1])
-        told.append(error_of(partial(case, *given)))
-    return told
+        args = dist.get_rank(), torch.ones(4), dist.new_group([0, 1])
+        collected.append(error_of(partial(case, *args)))
+    return collected
 
 
 def illegal() -> list[str]:
@@ -207,10 +207,10 @@ def groups_in_turn() -> None:
 def test_ranks_that_wait_for_each_other_are_named(function, n, words, why):
     with pytest.raises(RankError) as caught:
         spawn(function, world_size=n, backend="strict", output="none")
-    told = str(caught.value)
-    assert DeadlockError.__name__ in told
-    assert words in told
-    assert [name for name, text in STUCK.items() if text in told] == [why] * bool(why)
+    error = str(caught.value)
+    assert DeadlockError.__name__ in error
+    assert words in error
+    assert [name for name, text in STUCK.items() if text in error] == [why] * bool(why)
     assert "line" in caught.value.reports[0].where
 
 
@@ -226,12 +226,12 @@ def too_late() -> list[str]:
     if dist.get_rank() == 1:
         time.sleep(5)
         os._exit(0)
-    told = []
+    collected = []
     for call in (lambda: dist.all_reduce(torch.zeros(4)), *backwards):
         with pytest.raises((StrictError, RuntimeError)) as caught:
             call()
-        told.append(str(caught.value))
-    return told
+        collected.append(str(caught.value))
+    return collected
 
 
 def test_who_comes_too_late_or_has_ended_is_named():
@@ -291,9 +291,9 @@ def legal() -> list:
 
 
 def test_what_is_legal_goes_through():
-    told = spawn(legal, world_size=3, backend="strict", output="none")
+    results = spawn(legal, world_size=3, backend="strict", output="none")
     same = [True, True, True, 3.0, 6.0, 9.0, 18.0, 2, 9.0, 54.0]
-    assert told == [[False, True, True, *same], same, same]
+    assert results == [[False, True, True, *same], same, same]
 
 
 @pytest.mark.timeout(240)
@@ -350,8 +350,8 @@ def without_reduce() -> list[str]:
 
 
 def test_a_collective_that_gives_something_else_is_named(by_gloo):
-    told = by_gloo["without_reduce"]
-    assert {name.split(",")[0] for name in told[0]} == {"rooted.reduce"}
+    results = by_gloo["without_reduce"]
+    assert {name.split(",")[0] for name in results[0]} == {"rooted.reduce"}
     assert differences(({}, {}), ({}, {})) == ["nothing was run"]
 
 
@@ -380,10 +380,10 @@ def both_schedules() -> tuple[float, str]:
 
 def test_what_suits_gloo_only_is_seen(by_gloo):
     """The naive pipeline sends when it has something: right with GPipe's order only."""
-    told = spawn(both_schedules, world_size=2, backend="strict", output="none")
+    results = spawn(both_schedules, world_size=2, backend="strict", output="none")
     right = by_gloo["naive_gpipe"][0]
-    assert told[0][0] == told[1][0] == right
-    assert "each waits for the other" in told[0][1]
+    assert results[0][0] == results[1][0] == right
+    assert "each waits for the other" in results[0][1]
     with pytest.raises(RankError, match="each waits for the other"):
         spawn(planted_at_gloos_pace, world_size=2, backend="strict", output="none")
 
@@ -393,8 +393,8 @@ def in_shared_memory() -> str:
 
 
 def test_memory_is_not_shared_as_on_gpus(by_strict):
-    for told in by_strict["in_shared_memory"]:
-        assert told.startswith("CollectiveError: ") and "share" in told
+    for result in by_strict["in_shared_memory"]:
+        assert result.startswith("CollectiveError: ") and "share" in result
 
 
 by_strict = launched(2, in_shared_memory, illegal, backend="strict")

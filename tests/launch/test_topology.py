@@ -98,8 +98,8 @@ def test_a_process_that_was_told_little_or_nothing_has_a_place():
     assert here({"RANK": "3", "WORLD_SIZE": "4"}) == Topology(1, 4).place(3)
 
 
-@pytest.mark.parametrize("told", ["SLURM", "OMPI", "PMI", "too little"])
-def test_other_launchers_say_it_in_other_words(told):
+@pytest.mark.parametrize("message", ["SLURM", "OMPI", "PMI", "too little"])
+def test_other_launchers_say_it_in_other_words(message):
     """As srun, Open MPI's and MPICH's mpirun do for rank 3 of 2 x 2."""
     words = {
         "SLURM": "SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=1 "
@@ -109,8 +109,10 @@ def test_other_launchers_say_it_in_other_words(told):
         "PMI": "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
         "too little": "SLURM_PROCID=0",  # in a batch script, which is no rank
     }
-    environ = dict(word.split("=") for word in words[told].split())
-    place = Topology(1, 1).place(0) if told == "too little" else Topology(2, 2).place(3)
+    environ = dict(word.split("=") for word in words[message].split())
+    place = (
+        Topology(1, 1).place(0) if message == "too little" else Topology(2, 2).place(3)
+    )
     assert here(environ) == place
     mine = Topology(1, 8).place(5)  # what is said in our words is what counts
     assert here({**environ, **mine.environment()}) == mine

@@ -36,15 +36,15 @@ def torchrun(*words: str, prefix: tuple[str, ...] = (), **env: str) -> subproces
 def answers(*agents: subprocess.Popen) -> list[str]:
     """Wait for all agents and return what rank 0 printed; leave nothing running."""
     try:
-        told = [agent.communicate(timeout=240) for agent in agents]
+        output = [agent.communicate(timeout=240) for agent in agents]
     finally:
         for agent in (a for a in agents if a.poll() is None):
             for pid in [*descendants(agent.pid), agent.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     end(pid)
-    for agent, (_, err) in zip(agents, told, strict=True):
+    for agent, (_, err) in zip(agents, output, strict=True):
         assert agent.returncode == 0, err[-3000:]
-    return "".join(out for out, _ in told).splitlines()
+    return "".join(out for out, _ in output).splitlines()
 
 
 @pytest.mark.skipif(not ENDURANCE, reason="test_train_torchrun.py has two machines")

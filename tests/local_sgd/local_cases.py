@@ -119,7 +119,7 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def played(outer: Any, inner: str, build=Model, loss=loss, **how: Any) -> Any:
+def by_hand(outer: Any, inner: str, build=Model, loss=loss, **how: Any) -> Any:
     """The same in one process."""
 
     def wrap(model: nn.Module) -> LocalSGD:
@@ -201,13 +201,13 @@ FORGETFUL = {ForgetsMomentum: "diloco", ForgetsCommon: "diloco", ForgetsSteps: "
 
 def everything() -> dict[str, Any]:
     """All that one launch can tell."""
-    told = {pair: trained(wrapped(Model(), *pair)) for pair in PAIRS}
-    told |= {kind.__name__: trained(wrapped(Model(), kind)) for kind in PLANTED}
+    results = {pair: trained(wrapped(Model(), *pair)) for pair in PAIRS}
+    results |= {kind.__name__: trained(wrapped(Model(), kind)) for kind in PLANTED}
     for kind in ("local", "diloco", *FORGETFUL):
         like = FORGETFUL.get(kind, kind)
-        told["resumed", getattr(kind, "__name__", kind)] = resumed(like, kind)
-    told |= {f"H 1, {inner}": every_step(inner) for inner in INNER}
-    return told | as_pytorch() | {"bytes": metered(), "refused": refused()}
+        results["resumed", getattr(kind, "__name__", kind)] = resumed(like, kind)
+    results |= {f"H 1, {inner}": every_step(inner) for inner in INNER}
+    return results | as_pytorch() | {"bytes": metered(), "refused": refused()}
 
 
 def resumed(like: str, kind: Any) -> dict[str, Any]:
@@ -239,13 +239,13 @@ def as_pytorch() -> dict[str, Any]:
     )
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    told = {}
+    results = {}
     model = plain()
     train_locally(model, INNER["adam"](model.parameters()), plain_loss, STEPS, H)
-    told["ten lines"] = copied(model)
+    results["ten lines"] = copied(model)
     of_gloo = {"of": plain_loss, "last": STEPS}
     ours = wrapped(plain(), "local", all_reduce=dist.all_reduce)
-    told["local"] = trained(ours, **of_gloo)["model"]
+    results["local"] = trained(ours, **of_gloo)["model"]
     model = plain()
     optimizer = INNER["adam"](model.parameters())
     averager = PeriodicModelAverager(H, warmup_steps=H - 1)
@@ -254,12 +254,12 @@ def as_pytorch() -> dict[str, Any]:
         plain_loss(model, step).backward()
         optimizer.step()
         averager.average_parameters(model.parameters())
-    told["PyTorch's"] = copied(model)
+    results["PyTorch's"] = copied(model)
 
     for kind in (DistributedDataParallel, PyTorchs):
         post = wrapped(kind(plain()), "local", warmup=2, all_reduce=dist.all_reduce)
         name = f"post-local, {kind.__module__.partition('.')[0]}"
-        told[name] = trained(post, **of_gloo)["model"]
+        results[name] = trained(post, **of_gloo)["model"]
     model = PyTorchs(plain())
     alone, _ = dist.new_subgroups(1)
     state = hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
@@ -267,12 +267,12 @@ def as_pytorch() -> dict[str, Any]:
     averager = PeriodicModelAverager(H, warmup_steps=2 + H - 1)
     optimizer = PostLocalSGDOptimizer(INNER["adam"](model.parameters()), averager)
     train_locally(model, optimizer, plain_loss, STEPS, every=10**6)
-    return told | {"post-local, PyTorch's": copied(model)}
+    return results | {"post-local, PyTorch's": copied(model)}
 
 
 def metered() -> dict[tuple[str, int], tuple[int, int]]:
     """Return the bytes that this rank sends in 6 steps: by meter, by the system."""
-    told = {}
+    results = {}
     for outer in ("local", "diloco"):
         for every in (1, 3, 4):
             how = {"every": every, "all_reduce": ring_all_reduce}
@@ -281,8 +281,8 @@ def metered() -> dict[tuple[str, int], tuple[int, int]]:
                 for step in range(6):
                     plain_loss(local.module, step).backward()
                     local.step()
-            told[outer, every] = meter.total_sent, system.written
-    return told
+            results[outer, every] = meter.total_sent, system.written
+    return results
 
 
 def refused() -> list[str]:

@@ -21,24 +21,24 @@ def ranks() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict:
-    return {pair: cases.played(*pair) for pair in PAIRS}
+    return {pair: cases.by_hand(*pair) for pair in PAIRS}
 
 
-def same(told: dict, run, rank: int) -> bool:
+def same(results: dict, run, rank: int) -> bool:
     """Tell whether a rank has every bit that the same rank of a simulation has."""
-    return apart(told["model"], cases.copied(run.models[rank])) == 0
+    return apart(results["model"], cases.copied(run.models[rank])) == 0
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_one_process_that_plays_all_ranks_has_every_bit(pair, ranks, runs):
-    for rank, told in enumerate(ranks):
-        assert same(told[pair], runs[pair], rank)
-        assert told[pair]["drift"] == runs[pair].drift
+    for rank, result in enumerate(ranks):
+        assert same(result[pair], runs[pair], rank)
+        assert result[pair]["drift"] == runs[pair].drift
 
 
 def test_what_is_averaged_and_what_stays_each_ranks_own(ranks):
     fresh = cases.Model().state_dict()
-    own = [told["local", "adam"] for told in ranks]
+    own = [result["local", "adam"] for result in ranks]
     assert own[0]["model"]["norm.num_batches_tracked"] == STEPS
     assert own[1]["model"]["norm.num_batches_tracked"] == STEPS + 1
     assert torch.equal(own[0]["model"]["last.bias"], fresh["last.bias"])
@@ -50,16 +50,18 @@ def test_what_is_averaged_and_what_stays_each_ranks_own(ranks):
 @pytest.mark.parametrize("kind", PLANTED)
 def test_planted_averages_are_seen(kind, ranks, runs):
     run = runs[PLANTED[kind], "adam"]
-    right = [same(told[kind.__name__], run, rank) for rank, told in enumerate(ranks)]
+    right = [
+        same(result[kind.__name__], run, rank) for rank, result in enumerate(ranks)
+    ]
     assert not all(right)
 
 
 def test_resumed_between_two_averages_every_bit_is_there(ranks, runs):
-    for rank, told in enumerate(ranks):
+    for rank, result in enumerate(ranks):
         for outer in ("local", "diloco"):
-            assert same(told["resumed", outer], runs[outer, "adam"], rank)
+            assert same(result["resumed", outer], runs[outer, "adam"], rank)
         for kind, outer in FORGETFUL.items():
-            resumed = told["resumed", kind.__name__]
+            resumed = result["resumed", kind.__name__]
             assert not same(resumed, runs[outer, "adam"], rank)
 
 
@@ -76,32 +78,32 @@ def test_with_lr_1_and_no_momentum_diloco_is_local_sgd(runs):
 def test_averaging_each_steps_parameters_is_averaging_gradients_if_steps_are_linear(
     ranks,
 ):
-    for told in ranks:
-        assert told["H 1, sgd"] < ROUNDING
-        assert told["H 1, momentum"] < ROUNDING
-        assert told["H 1, adam"] > 1e-3
+    for result in ranks:
+        assert result["H 1, sgd"] < ROUNDING
+        assert result["H 1, momentum"] < ROUNDING
+        assert result["H 1, adam"] > 1e-3
 
 
 def test_it_is_what_pytorch_does(ranks):
-    for told in ranks:
-        assert apart(told["local"], told["PyTorch's"]) == 0
-        assert apart(told["local"], told["ten lines"]) == 0
-        theirs = told["post-local, PyTorch's"]
-        assert apart(told["post-local, torch"], theirs) < ROUNDING
-        assert apart(told["post-local, ddp_course"], theirs) < ROUNDING
-        assert apart(told["local"], theirs) > 1e-3
+    for result in ranks:
+        assert apart(result["local"], result["PyTorch's"]) == 0
+        assert apart(result["local"], result["ten lines"]) == 0
+        theirs = result["post-local, PyTorch's"]
+        assert apart(result["post-local, torch"], theirs) < ROUNDING
+        assert apart(result["post-local, ddp_course"], theirs) < ROUNDING
+        assert apart(result["local"], theirs) > 1e-3
 
 
 def test_a_warm_up_without_end_is_data_parallelism():
     how = {"build": cases.plain, "loss": cases.plain_loss}
-    run = cases.played("local", "adam", warmup=STEPS, **how)
+    run = cases.by_hand("local", "adam", warmup=STEPS, **how)
     assert max(map(max, run.drift)) == 0
-    assert max(cases.played("local", "adam", **how).drift[1]) > 1e-2
+    assert max(cases.by_hand("local", "adam", **how).drift[1]) > 1e-2
 
 
 def test_bytes_are_those_of_the_formula_by_meter_and_by_the_systems_count(ranks):
-    for told in ranks:
-        for (outer, every), (sent, written) in told["bytes"].items():
+    for result in ranks:
+        for (outer, every), (sent, written) in result["bytes"].items():
             wanted = local_sgd_bytes(RANKS, 20 * cases.WIDE, every, steps=6)
             assert sent == wanted, (outer, every)
             assert sent < written < 1.01 * sent
@@ -110,8 +112,8 @@ def test_bytes_are_those_of_the_formula_by_meter_and_by_the_systems_count(ranks)
 
 
 def test_what_cannot_be_is_refused_in_words(ranks):
-    for told in ranks:
-        warmup, foreign, every, lr = told["refused"]
+    for result in ranks:
+        warmup, foreign, every, lr = result["refused"]
         assert "so the module must be a DistributedDataParallel" in warmup
         assert "has a parameter that is none of the module's" in foreign
         assert "every is 2 on ranks 0, 1, 2, 3 on rank 3" in every
@@ -131,8 +133,8 @@ def test_with_a_loss_scaler_all_ranks_skip_the_same_step():
 
 
 def test_a_rank_that_dies_leaves_the_others_what_they_have_learnt():
-    told = spawn(cases.one_dies, world_size=3, may_fail=[2], timeout=30)
+    results = spawn(cases.one_dies, world_size=3, may_fail=[2], timeout=30)
     for rank in (0, 1):
-        words, unchanged, steps = told[rank]
+        words, unchanged, steps = results[rank]
         assert "could not be averaged after step 8: a rank has ended" in words
         assert unchanged and steps == 8

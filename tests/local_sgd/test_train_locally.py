@@ -33,13 +33,16 @@ def run(steps: int, folder: Path | None = None, **how) -> History:
 
 def runs(folder: Path) -> dict[str, History]:
     """Run through; and stop after step 4 or 5, between two averages, and go on."""
-    told = {"through": run(STEPS, **DILOCO), "fp16": run(4, precision="fp16", **LOCAL)}
+    results = {
+        "through": run(STEPS, **DILOCO),
+        "fp16": run(4, precision="fp16", **LOCAL),
+    }
     for name in ("resumed", "forgets"):
         if name == "forgets":
             EachRanks.load_state_dict = takes_rank_0s
         run(5, folder / name, **DILOCO)
-        told[name] = run(STEPS, folder / name, **DILOCO)
-    return told
+        results[name] = run(STEPS, folder / name, **DILOCO)
+    return results
 
 
 def takes_rank_0s(self, state):
@@ -68,7 +71,7 @@ def dies(folder: Path) -> None:
 
 def test_two_ranks_are_the_simulation_and_resumed_they_have_every_bit(tmp_path):
     ranks = spawn(partial(runs, tmp_path), world_size=2, output="none")
-    played = simulate_training(
+    simulated = simulate_training(
         partial(build_gpt, SMALL),
         lambda model: DiLoCo(
             torch.optim.AdamW(model.parameters(), 1e-2), model, every=3, lr=0.6
@@ -77,17 +80,17 @@ def test_two_ranks_are_the_simulation_and_resumed_they_have_every_bit(tmp_path):
         ranks=2,
         steps=STEPS,
     )
-    first, second = (model.state_dict() for model in played.models)
+    first, second = (model.state_dict() for model in simulated.models)
     mean = {name: (first[name] + second[name]) / 2 for name in first}
     assert largest_difference(first, second) > 1e-3
-    for told in ranks:
-        assert told["through"].losses == pytest.approx(played.losses, abs=1e-6)
-        assert largest_difference(told["through"].state, mean) == 0
-        assert told["resumed"].resumed_at == 5
-        assert told["resumed"].losses == told["through"].losses
-        assert told["resumed"].checksum == told["through"].checksum
-        assert told["forgets"].checksum != told["through"].checksum
-        assert len(told["fp16"].losses) == 4
+    for result in ranks:
+        assert result["through"].losses == pytest.approx(simulated.losses, abs=1e-6)
+        assert largest_difference(result["through"].state, mean) == 0
+        assert result["resumed"].resumed_at == 5
+        assert result["resumed"].losses == result["through"].losses
+        assert result["resumed"].checksum == result["through"].checksum
+        assert result["forgets"].checksum != result["through"].checksum
+        assert len(result["fp16"].losses) == 4
 
 
 def test_the_rest_goes_on_when_one_has_died_between_two_averages(tmp_path):
@@ -110,7 +113,7 @@ test_what_cannot_be_is_one_line_before_anything_starts = answered(
     ("--compress int8 --local-steps 2", "with zero 0 and without compress"),
     ("--outer nesterov", "outer has no effect without local_steps"),
     ("--local-steps 2 --outer-lr 1", "outer_lr has no effect without outer 'nest"),
-    given=["nothing_starts"],
+    fixtures=["nothing_starts"],
 )
 test_no_steps_alone_are_no_option = answered(
     "train",

@@ -262,13 +262,13 @@ def agree(written: int, counted: int) -> bool:
 
 @linux
 def test_the_meter_agrees_with_the_operating_system():
-    for told in spawn(rounds_of_a_ring, nnodes=2, nproc_per_node=2):
-        report, written = told["meters"]["right"].report(), told["written"]
+    for result in spawn(rounds_of_a_ring, nnodes=2, nproc_per_node=2):
+        report, written = result["meters"]["right"].report(), result["written"]
         assert agree(written, report.total_sent)
         assert 0 <= written - report.total_sent < 1000  # 48 bytes of header each
         for plant in ("elements", "forgets", "double"):
-            assert not agree(written, told["meters"][plant].total_sent), plant
-        assert told["late"] == 0, "something was written after the last send was done"
-        assert report.rank == told["place"].rank
+            assert not agree(written, result["meters"][plant].total_sent), plant
+        assert result["late"] == 0, "something was written after the last send was done"
+        assert report.rank == result["place"].rank
         assert (report.between == 0) == (report.rank in (0, 2))
         assert report.inside + report.between == report.total_sent == 4 * sum(ELEMENTS)

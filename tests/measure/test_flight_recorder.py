@@ -74,10 +74,13 @@ def test_bytes_sent_by_formula_unless_they_depend_on_the_rank():
         assert CollectiveCall(op, 100, 4).bytes_sent == nbytes
         assert not CollectiveCall(op, 100, 1).bytes_sent
         assert CollectiveCall(op, 100, 4, "nccl").bytes_sent is None
-    told = TorchCollectives()
-    told._calls = [CollectiveCall("all_reduce", 8, 2), CollectiveCall("gather", 1, 2)]
+    results = TorchCollectives()
+    results._calls = [
+        CollectiveCall("all_reduce", 8, 2),
+        CollectiveCall("gather", 1, 2),
+    ]
     shown = "<TorchCollectives: 1 all_reduce, 1 gather; tensors of 9 bytes>"
-    assert repr(told) == shown
+    assert repr(results) == shown
 
 
 def test_without_a_process_group_nothing_can_be_measured():
@@ -96,14 +99,14 @@ def every_collective() -> tuple[list[tuple[TorchCollectives, int]], tuple]:
     n = dist.get_world_size()
     pair, full = dist.new_group([0, 1]), torch.ones(ELEMENTS)
     part, half = torch.ones(ELEMENTS // n), torch.ones(ELEMENTS, dtype=torch.bfloat16)
-    told = []
+    found = []
 
     def measure(call: Callable[[], object]) -> None:
         dist.barrier()  # calls before the block are not its own
         with SystemBytes() as system, TorchCollectives() as torchs:
             call()
         dist.barrier()
-        told.append((torchs, system.written))
+        found.append((torchs, system.written))
 
     measure(lambda: dist.all_reduce(full))
     measure(lambda: dist.all_reduce(half, async_op=True).wait())
@@ -117,7 +120,7 @@ def every_collective() -> tuple[list[tuple[TorchCollectives, int]], tuple]:
     measure(lambda: dist.broadcast(full, 0))
     measure(dist.barrier)
     measure(lambda: None)
-    return told, asked_too_early()
+    return found, asked_too_early()
 
 
 WHOLE = 4 * ELEMENTS
@@ -152,12 +155,12 @@ def train(find_unused: bool, steps: int = 4) -> dict:
     }
 
 
-def one_all_reduce_per_bucket(told: dict) -> bool:
-    torchs = told["calls"]
+def one_all_reduce_per_bucket(results: dict) -> bool:
+    torchs = results["calls"]
     return (
-        [call.op for call in torchs.calls] == ["all_reduce"] * len(told["buckets"])
-        and sorted(call.nbytes for call in torchs.calls) == sorted(told["buckets"])
-        and torchs.nbytes == told["parameters"]
+        [call.op for call in torchs.calls] == ["all_reduce"] * len(results["buckets"])
+        and sorted(call.nbytes for call in torchs.calls) == sorted(results["buckets"])
+        and torchs.nbytes == results["parameters"]
     )
 
 
@@ -169,12 +172,12 @@ def ranks() -> list[tuple]:
 @linux
 def test_every_collective_is_seen_and_sends_what_the_formula_says(ranks):
     n = 4
-    for rank, ((told, early), _, _) in enumerate(ranks):
+    for rank, ((result, early), _, _) in enumerate(ranks):
         errors, count = early  # a count of 0 would be wrong, and nobody would notice
         assert len(errors) == 3 and errors.pop() == "<TorchCollectives: listening>"
         assert all("listed when the `with` block ends" in error for error in errors)
         assert count == 1
-        calls = [[(c.op, c.nbytes, c.world_size) for c in t.calls] for t, _ in told]
+        calls = [[(c.op, c.nbytes, c.world_size) for c in t.calls] for t, _ in result]
         in_pair = [("all_reduce", WHOLE, 2)] if rank < 2 else []
         assert calls == [
             [("all_reduce", WHOLE, n)],
@@ -190,30 +193,30 @@ def test_every_collective_is_seen_and_sends_what_the_formula_says(ranks):
             [("barrier", 0, n)],
             [],
         ]
-        for torchs, written in told[:9]:
+        for torchs, written in result[:9]:
             sent = sum(call.bytes_sent for call in torchs.calls)
             assert abs(written - sent) <= 0.005 * sent, torchs
             wrong = torchs.nbytes  # the size of the tensor is not what is sent
             if wrong != sent:
                 assert abs(written - wrong) > 0.005 * wrong, torchs
-        assert told[10][1] < 1000  # a barrier sends headers
+        assert result[10][1] < 1000  # a barrier sends headers
 
 
 @linux
 def test_ddp_makes_one_all_reduce_for_each_bucket(ranks):
-    for _, told, plant in ranks:
-        assert len(told["buckets"]) > 2
-        assert one_all_reduce_per_bucket(told)
-        assert told["calls"].count("all_reduce") == len(told["buckets"])
-        sent = sum(call.bytes_sent for call in told["calls"].calls)
-        assert sent == 1.5 * told["parameters"]
-        assert told["written"] == pytest.approx(1.5 * told["parameters"], rel=0.005)
+    for _, result, plant in ranks:
+        assert len(result["buckets"]) > 2
+        assert one_all_reduce_per_bucket(result)
+        assert result["calls"].count("all_reduce") == len(result["buckets"])
+        sent = sum(call.bytes_sent for call in result["calls"].calls)
+        assert sent == 1.5 * result["parameters"]
+        assert result["written"] == pytest.approx(1.5 * result["parameters"], rel=0.005)
         assert not one_all_reduce_per_bucket(plant)  # it also reduces who was used
 
 
 def full_recorder() -> dict:
     """Call as many as the recorder keeps (20), one more, and with it switched off."""
-    x, told = torch.ones(1), {}
+    x, results = torch.ones(1), {}
     for _ in range(50):  # the ring is full before the block begins
         dist.all_reduce(x)
     with TorchCollectives() as outer:
@@ -221,27 +224,27 @@ def full_recorder() -> dict:
         with TorchCollectives() as inner:
             for _ in range(19):
                 dist.all_reduce(x)
-    told["counts"] = outer.count(), inner.count()
+    results["counts"] = outer.count(), inner.count()
 
     def calls(number: int) -> None:
         with TorchCollectives():
             for _ in range(number):
                 dist.all_reduce(x)
 
-    told["lost"] = said(RuntimeError, calls, 21)
+    results["lost"] = said(RuntimeError, calls, 21)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-    told["off"] = said(RuntimeError, calls, 0)
-    return told
+    results["off"] = said(RuntimeError, calls, 0)
+    return results
 
 
 def test_more_calls_than_the_recorder_keeps_are_told():
     env = {"TORCH_FR_BUFFER_SIZE": "20"}
-    (told,) = spawn(full_recorder, world_size=1, env=env)
-    assert told["counts"] == (20, 19)
-    assert told["lost"].startswith("21 collectives were called in this block")
-    assert "keeps 20: the first 1 are lost" in told["lost"]
-    assert "TORCH_FR_BUFFER_SIZE" in told["lost"]
-    assert told["off"] == "the flight recorder is off: TORCH_FR_BUFFER_SIZE is 0"
+    (results,) = spawn(full_recorder, world_size=1, env=env)
+    assert results["counts"] == (20, 19)
+    assert results["lost"].startswith("21 collectives were called in this block")
+    assert "keeps 20: the first 1 are lost" in results["lost"]
+    assert "TORCH_FR_BUFFER_SIZE" in results["lost"]
+    assert results["off"] == "the flight recorder is off: TORCH_FR_BUFFER_SIZE is 0"
 
 
 def with_a_recorder_that_writes_nothing() -> tuple[int, list[str]]:
@@ -249,17 +252,17 @@ def with_a_recorder_that_writes_nothing() -> tuple[int, list[str]]:
     from ddp_course.measure import pytorch
 
     pytorch._entries = list
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as results:
         warnings.simplefilter("always")
         with TorchCollectives() as torchs:
             pass  # nothing is done: nothing is told
-        assert not told
+        assert not results
         with TorchCollectives() as torchs:
             dist.all_reduce(torch.ones(2))
-    return torchs.count(), [str(warning.message) for warning in told]
+    return torchs.count(), [str(warning.message) for warning in results]
 
 
 def test_a_pytorch_that_records_nothing_is_told():
-    ((count, told),) = spawn(with_a_recorder_that_writes_nothing, world_size=1)
+    ((count, results),) = spawn(with_a_recorder_that_writes_nothing, world_size=1)
     assert count == 0
-    assert len(told) == 1 and "has recorded nothing, though" in told[0]
+    assert len(results) == 1 and "has recorded nothing, though" in results[0]

@@ -288,25 +288,27 @@ def shares_memory() -> list[tuple[int, int]]:
 
     from ddp_course.collectives import shared_memory
 
-    told = []
+    found = []
     flat = shared_memory.empty(1000)
     ends = resident()
     label(flat, "gradients")
-    told.append((resident()["gradients"] - ends["gradients"], 4000))
+    found.append((resident()["gradients"] - ends["gradients"], 4000))
     label(flat[:300], "communication buffers")
     now = resident()
-    told.append((now["communication buffers"] - ends["communication buffers"], 1200))
-    told.append((now["gradients"] - ends["gradients"], 2800))
+    found.append((now["communication buffers"] - ends["communication buffers"], 1200))
+    found.append((now["gradients"] - ends["gradients"], 2800))
     model = nn.Linear(10, 10, bias=False)
     model.weight.data = shared_memory.empty(200)[50:150].view(10, 10)
-    told.append((resident(model)["parameters"], 400))
+    found.append((resident(model)["parameters"], 400))
     model.register_buffer("part", model.weight.detach()[2:4])
-    told.append((resident(model)["parameters"], 400))
+    found.append((resident(model)["parameters"], 400))
     label(flat[10:500:7], "other")  # with gaps: from the first to the last of 70
-    told.append((resident()["other"] - ends["other"], 4 * (69 * 7 + 1)))
-    told.append((flat.untyped_storage().nbytes() >= 4000 * dist.get_world_size(), True))
+    found.append((resident()["other"] - ends["other"], 4 * (69 * 7 + 1)))
+    found.append(
+        (flat.untyped_storage().nbytes() >= 4000 * dist.get_world_size(), True)
+    )
     del now, flat
-    return told
+    return found
 
 
 def census_of_fully_shard() -> tuple[dict, dict]:

@@ -217,12 +217,12 @@ def profiled_peak(run: Callable[[], None]) -> int:
 
 def keeps_what_it_sees(log: MemoryLog) -> None:
     """Plant: a log that holds on to the storages."""
-    held, add = [], type(log._storages).add
+    kept, add = [], type(log._storages).add
     log._storages.add = lambda storage, piece: (
-        held.append(storage),
+        kept.append(storage),
         add(log._storages, storage, piece),
     )[1]
-    log.held = held
+    log.kept = kept
 
 
 def test_memory_with_the_log_is_memory_without_unless_it_keeps_things_alive():
@@ -362,25 +362,25 @@ def test_frees_and_labels_of_any_thread_are_seen_and_none_is_lost():
     )
 )
 def test_any_sequence_of_makings_and_ends(steps):
-    held: list[Tensor] = []
+    kept: list[Tensor] = []
     kinds = ("gradients", "communication buffers")
     with MemoryLog() as log:
         base = log.moments[0].ledger
         for what, which, size in steps:
             if what == "make":
-                held.append(torch.zeros(size))
-            elif not held:
+                kept.append(torch.zeros(size))
+            elif not kept:
                 continue
             elif what == "view":
-                held.append(held[which % len(held)].view(-1)[:size])
+                kept.append(kept[which % len(kept)].view(-1)[:size])
             elif what == "drop":
-                del held[which % len(held)]
+                del kept[which % len(kept)]
             elif what == "resize":
-                held[which % len(held)].untyped_storage().resize_(4 * size)
-                held[:] = [t for t in held if _fits(t)]
+                kept[which % len(kept)].untyped_storage().resize_(4 * size)
+                kept[:] = [t for t in kept if _fits(t)]
             else:
-                label(held[which % len(held)], kinds[size % 2])
-            storages = {t.untyped_storage() for t in held}
+                label(kept[which % len(kept)], kinds[size % 2])
+            storages = {t.untyped_storage() for t in kept}
             now = log.moments[-1].ledger
             assert now.total - base.total == sum(s.nbytes() for s in storages)
             labelled = resident()
@@ -401,13 +401,13 @@ def shares_and_shards() -> dict:
 
     from ddp_course.collectives import shared_memory
 
-    told = {}
+    results = {}
     with MemoryLog() as log:
         flat = shared_memory.empty(1000)
         label(flat, "communication buffers")
         label(flat[:100], "gradients")
         now, first = log.moments[-1].ledger, log.moments[0].ledger
-        told["shared"] = [now[k] - first[k] for k in ("communication buffers",
+        results["shared"] = [now[k] - first[k] for k in ("communication buffers",
                                                       "gradients")]  # fmt: skip
     model, _, idx = trainable()
     for block in model.blocks:
@@ -417,31 +417,31 @@ def shares_and_shards() -> dict:
     model(idx, idx)[1].backward()
     with MemoryLog(model, stepper) as log:
         stepper.step()
-    told["born"] = sum("zeros_like" in moment.what for moment in log.moments)
-    told["parameters"] = len(list(model.parameters()))
+    results["born"] = sum("zeros_like" in moment.what for moment in log.moments)
+    results["parameters"] = len(list(model.parameters()))
     stepper.zero_grad()
     with MemoryLog(model, stepper) as log, EventLog() as events:
         with events.span("step"):
             step(model, stepper, idx)
-    told["steady"] = log.moments[0].ledger
-    told["resident"] = resident(model, stepper)
-    told["log"] = log
-    return told
+    results["steady"] = log.moments[0].ledger
+    results["resident"] = resident(model, stepper)
+    results["log"] = log
+    return results
 
 
 def test_spawn_shared_memory_and_dtensors():
-    for told in spawn(shares_and_shards, world_size=2):
-        assert told["shared"] == [3600, 400]
-        log: MemoryLog = told["log"]
+    for result in spawn(shares_and_shards, world_size=2):
+        assert result["shared"] == [3600, 400]
+        log: MemoryLog = result["log"]
         # What DTensors are made of is seen when it is made: here both states of Adam.
-        assert told["born"] == 2 * told["parameters"]
-        assert told["steady"] == told["resident"]
+        assert result["born"] == 2 * result["parameters"]
+        assert result["steady"] == result["resident"]
         whole = 4 * TINY.num_parameters
-        steady = told["steady"].total
-        assert 0.4 * whole < told["steady"]["parameters"] < 0.6 * whole
+        steady = result["steady"].total
+        assert 0.4 * whole < result["steady"]["parameters"] < 0.6 * whole
         # Gathered blocks and whole gradients have come and gone.
         assert log.peak.total > steady + whole / 3
-        assert log.peak_of("gradients") >= told["steady"]["parameters"]
+        assert log.peak_of("gradients") >= result["steady"]["parameters"]
         assert pickle.loads(pickle.dumps(log)).moments == log.moments
 
 

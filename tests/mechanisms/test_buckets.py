@@ -107,8 +107,8 @@ def test_a_cap_that_is_none_is_refused(cap):
 
 
 def test_a_bucket_tells_what_it_holds():
-    told = str(bucket_plan(build_gpt("1m").named_parameters())[0])
-    assert told == (
+    results = str(bucket_plan(build_gpt("1m").named_parameters())[0])
+    assert results == (
         "bucket 0: 1.01 MiB of float32, 12 parameters: "
         "head.out.weight ... blocks.3.attn.qkv.weight"
     )

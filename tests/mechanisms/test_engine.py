@@ -11,7 +11,7 @@ from ddp_course.mechanisms.engine import AllReduceBuckets, Engine
 from ddp_course.mechanisms.recovery import Recovery
 
 
-class Told(AllReduceBuckets):
+class Reports(AllReduceBuckets):
     """A reducer that notes what happens to the buckets, and sends nothing."""
 
     def __init__(self):
@@ -39,7 +39,7 @@ def an_engine(names, parts=None):
     """Return an engine, and parameters: each in a bucket, in this order."""
     parameters = {name: nn.Parameter(torch.ones(1)) for name in names}
     engine = Engine(
-        Told(), [Recovery(None, quick_exchange())] if parts is None else parts
+        Reports(), [Recovery(None, quick_exchange())] if parts is None else parts
     )
     for index, name in enumerate(names):
         form = torch.float32, torch.device("cpu")

@@ -383,13 +383,13 @@ GUARDED = {  # habit, strategy -> what comes of it without
 def everything(pairs: list[tuple[str, str, str]], guarded: bool = True) -> list[str]:
     if not guarded:
         without_guards()
-    told, group = [], new_group()
+    found, group = [], new_group()
     for habit, name, like in pairs:
-        told.append(came_of(habit, name, like, group))
-        dist.all_gather_object(words := [""] * dist.get_world_size(), told[-1])
+        found.append(came_of(habit, name, like, group))
+        dist.all_gather_object(words := [""] * dist.get_world_size(), found[-1])
         if not {*words} <= {"right", "per rank", "wrong"}:
             group = new_group()  # something may still be under way in that one
-    return told
+    return found
 
 
 def test_every_entry_of_the_table_is_what_comes_of_it_on_every_rank():
@@ -401,10 +401,10 @@ def test_every_entry_of_the_table_is_what_comes_of_it_on_every_rank():
         if outcome(habit, strategy) != "-" and (habit != CATCHES or strategy == "ddp")
     ]
     ranks = spawn(everything, pairs, world_size=2, output="none", timeout=120)
-    for pair, *told in zip(pairs, *ranks, strict=True):
+    for pair, *result in zip(pairs, *ranks, strict=True):
         wanted = outcome(pair[0], pair[2])
-        for text in told:
-            assert text.partition(":")[0] == wanted, (pair, told)
+        for text in result:
+            assert text.partition(":")[0] == wanted, (pair, result)
             assert wanted != "refused" or len(text) > 80, text  # says what to do
 
 
@@ -421,10 +421,10 @@ HEARD = {  # of PyTorch's, which leave it to gloo
 
 
 def waits_at_the_end(strategy: str) -> str:
-    told = came_of(CATCHES, strategy, strategy, new_group())
-    if told.startswith(("refused", "error")):
-        raise RuntimeError(told)
-    return told
+    results = came_of(CATCHES, strategy, strategy, new_group())
+    if results.startswith(("refused", "error")):
+        raise RuntimeError(results)
+    return results
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "tp", "pp", *HEARD])
@@ -433,9 +433,9 @@ def test_who_goes_on_alone_after_an_error_is_told(strategy):
     with pytest.raises(RankError) as caught:
         spawn(waits_at_the_end, strategy, world_size=2, output="none", timeout=60)
     text, word = str(caught.value), outcome(CATCHES, strategy)
-    told = {"refused": "refused: ", "waits": "[1] have returned"}
-    assert HEARD.get(strategy, told.get(word)) in text, text
-    assert word == "waits" or told["waits"] not in text, text
+    results = {"refused": "refused: ", "waits": "[1] have returned"}
+    assert HEARD.get(strategy, results.get(word)) in text, text
+    assert word == "waits" or results["waits"] not in text, text
     if strategy in HEARD:  # what went on is not right on any rank
         assert word == {"DDP": "waits", "fully_shard": "error"}[strategy]
         values = [report.value for report in caught.value.reports]

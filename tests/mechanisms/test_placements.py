@@ -184,12 +184,12 @@ def refusals(model, optimizer, whole, states):
 
 
 def test_a_model_in_stages_in_parts_in_pieces_is_whole_again(eight_ranks):
-    told = eight_ranks["divided"]
-    for texts in zip(*told, strict=True):
+    results = eight_ranks["divided"]
+    for texts in zip(*results, strict=True):
         assert len(set(texts)) == 1
         assert texts[0].startswith("ReplicaError: rank 7: ")
         assert texts[0].endswith("Nothing was sent.")
-    shape, state, stranger = told[7]
+    shape, state, stranger = results[7]
     assert "down.bias as [4]; it must be [5]" in shape
     assert "the state exp_avg of turned has the shape [2]" in state
     assert "a tensor of shape [3] is no part of this model" in stranger

@@ -87,10 +87,10 @@ def test_gradients_are_the_same_to_the_bit(theirs):
 
 def test_arguments_and_results_of_any_form():
     block, x = Block(), torch.randn(4, 6, requires_grad=True)
-    told = recompute(block, x, 2.0, flags={"told": "so"})
-    assert told["told"] == "so" and told["both"][1].dtype == torch.int64
-    assert not told["both"][1].requires_grad
-    told["both"][0].sum().backward()
+    results = recompute(block, x, 2.0, flags={"told": "so"})
+    assert results["told"] == "so" and results["both"][1].dtype == torch.int64
+    assert not results["both"][1].requires_grad
+    results["both"][0].sum().backward()
     assert x.grad is not None and block.calls == 2
 
     def pair(tensors: list[Tensor], number: int) -> tuple:
@@ -260,7 +260,7 @@ def under_ddp() -> list:
 
     from ddp_course.data_parallel import DistributedDataParallel
 
-    told = []
+    found = []
     for how in (plainly, recompute, by_torch, NaiveRecompute.apply):
         ddp = DistributedDataParallel(Tied(how), find_unused_parameters=False)
         ddp.module.block.unused.requires_grad_(False)
@@ -269,16 +269,16 @@ def under_ddp() -> list:
         try:
             ddp(x).sum().backward()
         except RuntimeError as error:
-            told.append(str(error))
+            found.append(str(error))
         else:
-            told.append(ddp.module.block.one.weight.grad.clone())
-    return told
+            found.append(ddp.module.block.one.weight.grad.clone())
+    return found
 
 
 def test_ddp_averages_recomputed_blocks_but_not_naive_ones(two_ranks):
-    for told in two_ranks["under_ddp"]:
-        assert torch.equal(told[0], told[1]) and torch.equal(told[0], told[2])
-        assert "got its gradient twice in one backward pass" in told[3]
+    for result in two_ranks["under_ddp"]:
+        assert torch.equal(result[0], result[1]) and torch.equal(result[0], result[2])
+        assert "got its gradient twice in one backward pass" in result[3]
 
 
 def under_fully_shard(how: str) -> tuple[list[float], int] | str:

@@ -56,8 +56,8 @@ def run(case: dict, kind=Server) -> object:
     case = dict(case)
     optimizer, steps = OPTIMIZERS[case.pop("optimizer", "sgd")], case.pop("steps", 16)
     if rank == 0:
-        made = optimizer(model.parameters())
-        server = kind(model.parameters(), made, steps=steps, **case)
+        its_optimizer = optimizer(model.parameters())
+        server = kind(model.parameters(), its_optimizer, steps=steps, **case)
         return server.serve(), [p.detach().clone() for p in model.parameters()]
     if rank in case.get("workers", [rank]):
         with Worker(model.parameters()) as worker:
@@ -178,8 +178,8 @@ def one_is_killed(rule: Rule) -> Record | None:
     """Rank 2 dies in its second turn; the others go on, after waiting for that."""
     model, rank = make_model(), dist.get_rank()
     if rank == 0:
-        made = OPTIMIZERS["sgd"](model.parameters())
-        return Server(model.parameters(), made, rule, steps=20).serve()
+        its_optimizer = OPTIMIZERS["sgd"](model.parameters())
+        return Server(model.parameters(), its_optimizer, rule, steps=20).serve()
     store = dist.distributed_c10d._get_default_store()
     with Worker(model.parameters()) as worker:
         turn = 0
@@ -199,9 +199,9 @@ def slow_and_late() -> object:
     """Rank 2 is silent for longer than patience, and comes back; rank 3 joins late."""
     model, rank = make_model(), dist.get_rank()
     if rank == 0:
-        made = OPTIMIZERS["sgd"](model.parameters())
+        its_optimizer = OPTIMIZERS["sgd"](model.parameters())
         how = {"late": [3], "patience": 0.4, "steps": 150}
-        return Server(model.parameters(), made, bounded(2), **how).serve()
+        return Server(model.parameters(), its_optimizer, bounded(2), **how).serve()
     if rank == 3:
         time.sleep(0.2)
     with Worker(model.parameters()) as worker:
@@ -220,13 +220,13 @@ def server_is_killed() -> tuple[str, float] | None:
     """Rank 0 dies at the fifth step; return what a worker was told, and when."""
     model, rank = make_model(), dist.get_rank()
     if rank == 0:
-        made = OPTIMIZERS["sgd"](model.parameters())
+        its_optimizer = OPTIMIZERS["sgd"](model.parameters())
 
         def die(version):
             if version == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        Server(model.parameters(), made, ASYNCHRONOUS, after_step=die).serve()
+        Server(model.parameters(), its_optimizer, ASYNCHRONOUS, after_step=die).serve()
     last = time.monotonic()
     try:
         with Worker(model.parameters()) as worker:

@@ -145,16 +145,16 @@ def test_a_silent_worker_may_come_back_and_another_joins_late():
     record, *turns = spawn(cases.slow_and_late, timeout=30)
     assert 2 in {event.worker for event in record.of("lost")}
     joined = [event.worker for event in record.of("join")]
-    told = [(event.kind, event.worker) for event in record.events]
-    assert [kind for kind, _ in told].index("pull") < told.index(("join", 3))
+    results = [(event.kind, event.worker) for event in record.events]
+    assert [kind for kind, _ in results].index("pull") < results.index(("join", 3))
     assert set(joined) == {1, 2, 3} and joined.count(2) >= 2
     assert all(turn > 4 for turn in turns)
 
 
 def test_without_a_server_workers_end_at_once():
-    told = spawn(cases.server_is_killed, world_size=3, may_fail=[0], timeout=20)
+    results = spawn(cases.server_is_killed, world_size=3, may_fail=[0], timeout=20)
     for worker in (1, 2):
-        words, seconds = told[worker]
+        words, seconds = results[worker]
         assert re.fullmatch("rank 0, which serves the weights, is gone", words)
         assert seconds < 15  # not the patience of 300
 

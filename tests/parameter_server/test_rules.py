@@ -40,7 +40,9 @@ def check_bounded(run, bound: int, workers: int) -> None:
             assert c - min(clock.values()) <= bound
             needed = set(itertools.product(clock, range(c - bound)))
             assert needed <= inside
-            assert all(made < c + bound or w == event.worker for w, made in inside)
+            assert all(
+                version < c + bound or w == event.worker for w, version in inside
+            )
 
 
 @settings(max_examples=60)

@@ -190,38 +190,38 @@ class LastWins(RowServer):
 
 
 def tables(kinds):
-    told, rank = [], dist.get_rank()
+    found, rank = [], dist.get_rank()
     for kind, optimizer in kinds:
         with ByteMeter() as meter:
             if rank == 0:
                 torch.manual_seed(0)
                 table = nn.Parameter(torch.randn(TABLE, WIDTH))
-                made = optimizer([table])
-                kind(table, made, rule=SYNCHRONOUS, steps=STEPS).serve()
-                told.append((table.detach(), meter.report()))
+                its_optimizer = optimizer([table])
+                kind(table, its_optimizer, rule=SYNCHRONOUS, steps=STEPS).serve()
+                found.append((table.detach(), meter.report()))
             else:
                 with RowWorker(WIDTH) as worker:
                     while (x := worker.pull(batch(rank, worker.clock))) is not None:
                         (x**2).sum().backward()
                         worker.push()
-    return told
+    return found
 
 
 def alone(optimizer) -> tuple[torch.Tensor, int, int]:
     """Return the table after as many steps in one process, and the bytes both ways."""
     torch.manual_seed(0)
     table = nn.Parameter(torch.randn(TABLE, WIDTH))
-    made, indices, vectors = optimizer([table]), 0, 0
+    its_optimizer, indices, vectors = optimizer([table]), 0, 0
     for clock in range(STEPS + 1):  # in the last pull indices are sent in vain
         batches = torch.stack([batch(worker, clock) for worker in (1, 2)])
         rows = sum(len(each.unique()) for each in batches)
         indices += 8 * rows
         if clock < STEPS:
             looked_up = nn.functional.embedding(batches, table, sparse=True)
-            made.zero_grad()
+            its_optimizer.zero_grad()
             ((looked_up**2).sum() / 2).backward()
             with torch.sparse.check_sparse_tensor_invariants():
-                made.step()
+                its_optimizer.step()
             vectors += 4 * WIDTH * rows
     return table.detach(), vectors, vectors + indices
 

@@ -63,7 +63,7 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
 
 def alone(model: str = "tied", steps: int = 3, clip: bool = True) -> Trained:
     """Train in one process with the whole batch."""
-    plain, told = MODELS[model](), Trained()
+    plain, run = MODELS[model](), Trained()
     optimizer = adamw(plain.parameters())
     for step in range(steps):
         optimizer.zero_grad()
@@ -71,8 +71,8 @@ def alone(model: str = "tied", steps: int = 3, clip: bool = True) -> Trained:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), CLIP) if clip else 1
         optimizer.step()
-        told.note(plain.named_parameters(), norm, loss)
-    return told
+        run.note(plain.named_parameters(), norm, loss)
+    return run
 
 
 def train(
@@ -90,30 +90,30 @@ def train(
     """
     seed = dist.get_rank() if seed is None else seed
     pipeline = make(MODELS[model](seed), *args, **options)
-    told, optimizer = Trained(), adamw(pipeline.parameters())
+    run, optimizer = Trained(), adamw(pipeline.parameters())
     for step in range(steps):
         optimizer.zero_grad()
         loss = pipeline.step(*batch(step))
         clips = isinstance(pipeline, PipelineParallel)  # the others do not
         norm = pipeline.clip_grad_norm_(CLIP) if clips else 1
         optimizer.step()
-        told.note(parts(pipeline), norm, loss)
-    return told
+        run.note(parts(pipeline), norm, loss)
+    return run
 
 
 def whole(ranks: list[Trained]) -> Trained:
     """Lay the ranks' parts together; what two of them have must have the same bits."""
-    told = Trained(norms=ranks[0].norms, losses=ranks[0].losses)
+    run = Trained(norms=ranks[0].norms, losses=ranks[0].losses)
     for name in ("states", "gradients"):
         for parts in zip(*(getattr(rank, name) for rank in ranks), strict=True):
             together: dict[str, Tensor] = {}
             for part in parts:
                 for key, value in part.items():
                     assert torch.equal(together.setdefault(key, value), value), key
-            getattr(told, name).append(together)
+            getattr(run, name).append(together)
     for rank in ranks:
-        assert (rank.norms, rank.losses) == (told.norms, told.losses)
-    return told
+        assert (rank.norms, rank.losses) == (run.norms, run.losses)
+    return run
 
 
 # ---- PyTorch's -----------------------------------------------------------------------
@@ -128,13 +128,15 @@ def pytorchs(schedule: str, m: int, steps: int = 3) -> Trained:
 
     rank, p = dist.get_rank(), dist.get_world_size()
     ours = PipelineParallel(untied(), schedule, m)  # cuts the model the same way
-    made = [
+    stages = [
         pipelining.PipelineStage(ours.stages[s], s, ours.schedule.num_stages, "cpu")
         for s in ours.schedule.stages_of(rank)
     ]
     several = schedule in ("interleaved", "zero_bubble")
-    theirs = THEIRS[schedule](made if several else made[0], m, loss_fn=cross_entropy)
-    told, optimizer = Trained(), adamw(ours.parameters())
+    theirs = THEIRS[schedule](
+        stages if several else stages[0], m, loss_fn=cross_entropy
+    )
+    run, optimizer = Trained(), adamw(ours.parameters())
     for step in range(steps):
         optimizer.zero_grad()
         x, y = batch(step)
@@ -149,8 +151,8 @@ def pytorchs(schedule: str, m: int, steps: int = 3) -> Trained:
         dist.broadcast(loss, p - 1)
         norm = ours.clip_grad_norm_(CLIP)
         optimizer.step()
-        told.note(ours.named_parameters(), norm, loss)
-    return told
+        run.note(ours.named_parameters(), norm, loss)
+    return run
 
 
 # ---- planted fakes: each is wrong in one way that is easy to overlook ----------------

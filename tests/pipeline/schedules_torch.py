@@ -40,12 +40,12 @@ def torch_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
         for chunk in range(v)
     ]
     if name in SINGLE:
-        made = SINGLE[name](stages[0], m, loss_fn=torch.nn.functional.mse_loss)
+        theirs = SINGLE[name](stages[0], m, loss_fn=torch.nn.functional.mse_loss)
     else:
-        made = MULTI[name](stages, m, loss_fn=torch.nn.functional.mse_loss)
+        theirs = MULTI[name](stages, m, loss_fn=torch.nn.functional.mse_loss)
     rows = []
     for rank in range(p):
-        order = [a for a in made.pipeline_order[rank] if a is not None]
+        order = [a for a in theirs.pipeline_order[rank] if a is not None]
         rows.append(
             [
                 Action(op, action.stage_index, action.microbatch_index)

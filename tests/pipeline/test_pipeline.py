@@ -37,24 +37,26 @@ one_process = functools.cache(alone)
 
 def everything(num_microbatches: tuple[int, ...]) -> dict:
     """On every rank: train under every schedule, and under every fake."""
-    told = {}
+    results = {}
     for schedule in SCHEDULES:
         for m in num_microbatches:
-            told[schedule, m, ""] = train(PipelineParallel, schedule, m)
+            results[schedule, m, ""] = train(PipelineParallel, schedule, m)
         if schedule in RECOMPUTED and dist.get_world_size() % 2:
             m = num_microbatches[-1]
-            told[schedule, m, "again"] = train(
+            results[schedule, m, "again"] = train(
                 PipelineParallel, schedule, m, recompute=True
             )
-    return told
+    return results
 
 
 @pytest.mark.parametrize("n", MICROBATCHES)
 def test_the_same_training_as_one_process(n):
-    told = spawn(everything, MICROBATCHES[n], world_size=n, output="none", timeout=250)
-    assert len(told[0]) >= len(SCHEDULES) * len(MICROBATCHES[n])
-    for case in told[0]:
-        wrong = far_apart(whole([rank[case] for rank in told]), one_process())
+    results = spawn(
+        everything, MICROBATCHES[n], world_size=n, output="none", timeout=250
+    )
+    assert len(results[0]) >= len(SCHEDULES) * len(MICROBATCHES[n])
+    for case in results[0]:
+        wrong = far_apart(whole([rank[case] for rank in results]), one_process())
         assert not wrong, (case, wrong[:3])
 
 
@@ -66,41 +68,41 @@ def ours_and_theirs(m: int) -> dict:
     """Train the untied GPT under the schedules of PyTorch, and up the ladder."""
     p = dist.get_world_size()
     sizes = [2] * p
-    told = {("by hand", "naive"): train(NaivePipeline, sizes, m, FORM, **SAME)}
+    results = {("by hand", "naive"): train(NaivePipeline, sizes, m, FORM, **SAME)}
     for schedule in PYTORCH:
-        told["ours", schedule] = train(PipelineParallel, schedule, m, model="untied")
+        results["ours", schedule] = train(PipelineParallel, schedule, m, model="untied")
         if schedule in THEIRS:  # PyTorch 2.12 has no zero bubble that runs
-            told["theirs", schedule] = pytorchs(schedule, m)
+            results["theirs", schedule] = pytorchs(schedule, m)
         if schedule != "zero_bubble":  # no halves in the readable one
-            made = SCHEDULES[schedule](p, m)
-            sizes = [8 // made.num_stages] * made.num_stages
-            readable = Pipeline, made, sizes, FORM, cross_entropy
-            told["readable", schedule] = train(*readable, **SAME)
-    return told
+            plan = SCHEDULES[schedule](p, m)
+            sizes = [8 // plan.num_stages] * plan.num_stages
+            readable = Pipeline, plan, sizes, FORM, cross_entropy
+            results["readable", schedule] = train(*readable, **SAME)
+    return results
 
 
 def test_the_same_training_as_pytorchs():
-    told = spawn(ours_and_theirs, 4, world_size=4, output="none", timeout=250)
-    for case in told[0]:
-        trained = whole([rank[case] for rank in told])
+    results = spawn(ours_and_theirs, 4, world_size=4, output="none", timeout=250)
+    for case in results[0]:
+        trained = whole([rank[case] for rank in results])
         clip = case[0] in ("ours", "theirs")
         assert not far_apart(trained, one_process("untied", clip=clip)), case
 
 
 def all_fakes() -> dict:
-    told = {}
+    results = {}
     for name in FAKES:
         schedule = FAKE_SCHEDULES.get(name, "gpipe")
-        told[name] = fake(name, schedule, 3)
-    return told
+        results[name] = fake(name, schedule, 3)
+    return results
 
 
 def test_planted_fakes_are_seen():
-    told = spawn(all_fakes, world_size=2, output="none", timeout=200)
+    results = spawn(all_fakes, world_size=2, output="none", timeout=200)
     for name in FAKES:
         try:
             wrong = far_apart(
-                whole([rank[name] for rank in told]), one_process("tied", 3)
+                whole([rank[name] for rank in results]), one_process("tied", 3)
             )
         except AssertionError:  # the two copies of a tied weight differ
             assert name == "tied not at all"
@@ -119,17 +121,17 @@ def accumulated() -> tuple[dict, list, list]:
 
 
 def test_gradients_add_up_and_evaluation_goes_forward_only():
-    told = spawn(accumulated, world_size=2, output="none", timeout=100)
+    results = spawn(accumulated, world_size=2, output="none", timeout=100)
     plain = tied()
     for step in (0, 1):
         plain(*batch(step))[1].backward()
     for name, parameter in plain.named_parameters():
-        for found, _, _ in told:
+        for found, _, _ in results:
             if name in found:
                 assert torch.allclose(found[name], parameter.grad, atol=1e-5), name
-        assert (parameter.grad is None) != any(name in found for found, _, _ in told)
-    for _, _, loss in told:
+        assert (parameter.grad is None) != any(name in found for found, _, _ in results)
+    for _, _, loss in results:
         assert loss == pytest.approx(plain(*batch(2, ROWS + 1))[1].item(), abs=1e-5)
-    (_, (none, _), _), (_, (logits, _), _) = told
+    (_, (none, _), _), (_, (logits, _), _) = results
     assert none is None
     assert torch.allclose(logits, plain(batch(2)[0])[0], atol=1e-5)

@@ -57,9 +57,9 @@ def one_step() -> tuple:
 def one_of_two_pipelines_cannot_be() -> str:
     layout = layout_for(4, pp=2)
     other = replace(GPT_UNTIED, n_layer=6 + (dist.get_rank() == 3))
-    with pytest.raises(ReplicaError) as told:
+    with pytest.raises(ReplicaError) as error:
         parallelize(build_gpt(other), layout, make_groups(layout.mesh))
-    return str(told.value)
+    return str(error.value)
 
 
 def weights_are_split() -> tuple[int, int, int]:
@@ -105,11 +105,13 @@ def test_evaluation_and_the_optimizers_state_are_those_of_one_process(ranks):
 
 
 def test_a_pipeline_that_cannot_be_made_is_told_to_the_other_replica_too(ranks):
-    told = ranks["one_of_two_pipelines_cannot_be"]
-    assert len(set(told)) == 1 and "ranks 2, 3: the ranks differ" in told[0], told
+    results = ranks["one_of_two_pipelines_cannot_be"]
+    assert len(set(results)) == 1 and "ranks 2, 3: the ranks differ" in results[0], (
+        results
+    )
 
 
 def test_linear_layers_that_are_cut_are_split_by_zero_bubble(ranks):
-    told = ranks["weights_are_split"]
-    assert all(split == linear > 8 for split, linear, _ in told)
-    assert [blocks for *_, blocks in told] == [3, 3, 3, 3]
+    results = ranks["weights_are_split"]
+    assert all(split == linear > 8 for split, linear, _ in results)
+    assert [blocks for *_, blocks in results] == [3, 3, 3, 3]

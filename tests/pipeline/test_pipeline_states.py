@@ -61,7 +61,7 @@ def test_a_run_goes_on_in_a_pipeline_and_back_in_one_process():
     optimizer = in_groups(plain)
     steps(plain, optimizer, (0, 1))
     state = {k: v.clone() for k, v in plain.state_dict().items()}
-    told = spawn(
+    results = spawn(
         there_and_back,
         state,
         optimizer.state_dict(),
@@ -70,7 +70,7 @@ def test_a_run_goes_on_in_a_pipeline_and_back_in_one_process():
         timeout=60,
     )
     steps(plain, optimizer, (2, 3))
-    for found, found_optimizer in told:
+    for found, found_optimizer in results:
         assert list(found) == list(plain.state_dict())
         assert same(found, plain.state_dict(), **CLOSE)
         assert same(found_optimizer, optimizer.state_dict(), **CLOSE)
@@ -105,7 +105,7 @@ STATEFUL = {"running mean": RunningMean, "spectral norm": spectral}
 
 def refusals() -> dict[str, str]:
     rank = dist.get_rank()
-    told = {
+    results = {
         "name": refused(PipelineParallel, tied(), "2f2b"),
         "microbatches": refused(PipelineParallel, tied(), "1f1b", 0),
         "layers": refused(PipelineParallel, tied(), interleaved(2, 4, 9)),
@@ -119,42 +119,42 @@ def refusals() -> dict[str, str]:
     }
     pipeline = PipelineParallel(tied(), "1f1b", 4)
     x, y = batch(0)
-    told["few rows"] = refused(pipeline.step, x[:3], y[:3])
-    told["targets"] = refused(pipeline.step, x, y[:3])
-    told["none"] = refused(pipeline.step, x, None)
-    told["shapes"] = refused(pipeline.step, x[: 8 - rank], y[: 8 - rank])
-    told["numbers"] = refused(pipeline.step, *batch(rank))
-    told["long"] = refused(pipeline.step, x.repeat(1, 9), y.repeat(1, 9))
-    told["token"] = refused(pipeline, x, y - 99)
-    told["columns"] = refused(pipeline.step, x, y[:, :2])
+    results["few rows"] = refused(pipeline.step, x[:3], y[:3])
+    results["targets"] = refused(pipeline.step, x, y[:3])
+    results["none"] = refused(pipeline.step, x, None)
+    results["shapes"] = refused(pipeline.step, x[: 8 - rank], y[: 8 - rank])
+    results["numbers"] = refused(pipeline.step, *batch(rank))
+    results["long"] = refused(pipeline.step, x.repeat(1, 9), y.repeat(1, 9))
+    results["token"] = refused(pipeline, x, y - 99)
+    results["columns"] = refused(pipeline.step, x, y[:, :2])
     with torch.no_grad():
-        told["no gradients"] = refused(pipeline.step, x, y)
+        results["no gradients"] = refused(pipeline.step, x, y)
     norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     norms, ones = PipelineParallel(norm, "gpipe", 2, loss_fn=mse), torch.ones(4, 2)
-    told["norm"] = refused(norms.step, ones, ones)
+    results["norm"] = refused(norms.step, ones, ones)
     norms.eval().step(ones, ones)
     PipelineParallel(norm, "gpipe", 1, loss_fn=mse).step(ones, ones)
     for name, layer in STATEFUL.items():
         model = nn.Sequential(nn.Linear(2, 2), layer(), nn.Linear(2, 2))
-        told[name] = refused(
+        results[name] = refused(
             PipelineParallel(model, "gpipe", 2, loss_fn=mse).step, ones, ones
         )
         PipelineParallel(model, "gpipe", 1, loss_fn=mse).step(ones, ones)
         PipelineParallel(model.eval(), "gpipe", 2, loss_fn=mse).step(ones, ones)
     tokens = torch.tensor([0, 1, -100, 0])
     words = PipelineParallel(norm.eval(), "gpipe", 2, loss_fn=F.cross_entropy)
-    told["ignored"] = refused(words.step, ones, tokens)
+    results["ignored"] = refused(words.step, ones, tokens)
     words.step(ones, tokens[[0, 2, 1, 2]])  # a half of each microbatch
     lbfgs = torch.optim.LBFGS(pipeline.parameters())
-    told["lbfgs"] = said(ValueError, lbfgs.step, lambda: None)
-    told["state"] = refused(partial(load_full_state_dict, pipeline), {"a": x})
+    results["lbfgs"] = said(ValueError, lbfgs.step, lambda: None)
+    results["state"] = refused(partial(load_full_state_dict, pipeline), {"a": x})
     pipeline.step(x, y)  # and it can still be used
-    return told
+    return results
 
 
 def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
-    told = spawn(refusals, world_size=2, output="none", timeout=60)
-    assert told[0] == told[1]
+    results = spawn(refusals, world_size=2, output="none", timeout=60)
+    assert results[0] == results[1]
     for case, words in {
         "name": "schedule is '2f2b'; it can be naive, gpipe, 1f1b",
         "microbatches": "num_microbatches is 0; it must be",
@@ -180,7 +180,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "lbfgs": "LBFGS, which cannot step parameters one by one",
         "state": "the state_dict has no embed.tokens.weight",
     }.items():
-        assert words in told[0][case], told[0][case]
+        assert words in results[0][case], results[0][case]
 
 
 def two_pipelines_of_other_stages() -> str:
@@ -192,8 +192,10 @@ def two_pipelines_of_other_stages() -> str:
 
 
 def test_pipelines_of_other_stages_are_no_replicas():
-    told = spawn(two_pipelines_of_other_stages, world_size=4, output="none", timeout=60)
-    assert all("the ranks differ" in words and "missing" in words for words in told)
+    results = spawn(
+        two_pipelines_of_other_stages, world_size=4, output="none", timeout=60
+    )
+    assert all("the ranks differ" in words and "missing" in words for words in results)
 
 
 class Breaks(nn.Module):
@@ -223,7 +225,7 @@ def one_step(columns: int, loss_fn) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "loss_fn", "rank", "told", "cause"),
+    ("columns", "loss_fn", "rank", "message", "cause"),
     [
         (
             2,
@@ -248,12 +250,12 @@ def one_step(columns: int, loss_fn) -> None:
         ),
     ],
 )
-def test_what_fails_ends_all_ranks_and_is_named(columns, loss_fn, rank, told, cause):
+def test_what_fails_ends_all_ranks_and_is_named(columns, loss_fn, rank, message, cause):
     with pytest.raises(RankError) as failed:
         spawn(one_step, columns, loss_fn, world_size=3, output="none", timeout=60)
     text = str(failed.value)
     assert text.startswith(f"rank {rank}: ")
-    assert told in text and cause in text
+    assert message in text and cause in text
 
 
 # ---- a stage without parameters ------------------------------------------------------
@@ -268,7 +270,7 @@ def bare_stages(empty: int, world_size: int) -> nn.Sequential:
 
 
 def without_parameters() -> list[tuple]:
-    told, p = [], dist.get_world_size()
+    found, p = [], dist.get_world_size()
     for empty in range(p):
         pipeline = PipelineParallel(bare_stages(empty, p), "1f1b", 2, loss_fn=mse)
         optimizer = adamw(pipeline.parameters())
@@ -279,8 +281,8 @@ def without_parameters() -> list[tuple]:
             optimizer.step()
         own = {n: p.detach() for n, p in pipeline.named_parameters()}
         states = full_optimizer_state_dict(pipeline, optimizer)["state"]
-        told.append((loss, norm, full_state_dict(pipeline), own, len(states)))
-    return told
+        found.append((loss, norm, full_state_dict(pipeline), own, len(states)))
+    return found
 
 
 def test_a_stage_may_have_no_parameters():
@@ -295,8 +297,8 @@ def test_a_stage_may_have_no_parameters():
             loss.backward()
             norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             optimizer.step()
-        for told in ranks:
-            found, its, whole, own, states = told[empty]
+        for result in ranks:
+            found, its, whole, own, states = result[empty]
             right = loss.detach(), norm, plain.state_dict()
             assert same((found, its, whole), right, **CLOSE), empty
             assert own and same(own, {name: whole[name] for name in own}, **CLOSE)

@@ -88,12 +88,12 @@ def predicted(schedule, p: int) -> list[dict[int, tuple[int, int]]]:
     """Return for each rank: peer -> bytes and messages to it."""
     name, m = schedule
     stages = 2 * p if name == "interleaved" else p
-    told: list[dict[int, tuple[int, int]]] = [{} for _ in range(p)]
+    results: list[dict[int, tuple[int, int]]] = [{} for _ in range(p)]
     for a, b in pairwise(s % p for s in range(stages)):
         for src, dst in ((a, b), (b, a)):
-            nbytes, messages = told[src].get(dst, (0, 0))
-            told[src][dst] = nbytes + ACTIVATIONS, messages + m
-    return told
+            nbytes, messages = results[src].get(dst, (0, 0))
+            results[src][dst] = nbytes + ACTIVATIONS, messages + m
+    return results
 
 
 @pytest.mark.parametrize("p", [2, 3])
@@ -115,10 +115,10 @@ def test_bytes_and_messages_are_those_of_the_boundaries(p):
                 right[src][dst] = nbytes + TIED, messages + 1
             assert sent == right
             continue
-        held = [rank[case][1] for rank in ranks]
+        peaks = [rank[case][1] for rank in ranks]
         kept = [rank[case][2] for rank in ranks]
-        assert kept == [4 * n for n in held]
-        assert right == (sum(held) == numel) == (case != "fake"), case
+        assert kept == [4 * n for n in peaks]
+        assert right == (sum(peaks) == numel) == (case != "fake"), case
 
 
 # ---- what was done, and what was kept ------------------------------------------------
@@ -153,7 +153,7 @@ class Counted(nn.Module):
 
 
 def done_and_kept(m: int) -> dict:
-    told, p = {}, dist.get_world_size()
+    results, p = {}, dist.get_world_size()
     gc.disable()  # so that all is dropped when it should be, not when it may be
     for name in SCHEDULES:
         stages, count = 2 * p if name == "interleaved" else p, Count()
@@ -173,26 +173,26 @@ def done_and_kept(m: int) -> dict:
             if e.lane == "compute"
         ]
         mine = pipeline.schedule.ranks[dist.get_rank()]
-        told[name] = order == list(map(str, mine)), Fraction(count.peak * p, stages)
-    return told
+        results[name] = order == list(map(str, mine)), Fraction(count.peak * p, stages)
+    return results
 
 
 @pytest.mark.parametrize(("p", "m"), [(3, 5), (4, 2)])
 def test_ranks_do_what_the_schedule_says_and_keep_no_more(p, m):
-    told = spawn(done_and_kept, m, world_size=p, output="none", timeout=60)
+    results = spawn(done_and_kept, m, world_size=p, output="none", timeout=60)
     for name in SCHEDULES:
-        assert all(rank[name][0] for rank in told), name
-        peaks = [rank[name][1] for rank in told]
+        assert all(rank[name][0] for rank in results), name
+        peaks = [rank[name][1] for rank in results]
         assert peaks == list(
             simulate_schedule(SCHEDULES[name](p, m)).peak_activations
         ), name
-    assert [rank["gpipe"][1] for rank in told] == [m] * p
-    assert [rank["1f1b"][1] for rank in told] == [min(m, p - r) for r in range(p)]
+    assert [rank["gpipe"][1] for rank in results] == [m] * p
+    assert [rank["1f1b"][1] for rank in results] == [min(m, p - r) for r in range(p)]
 
 
 def peaks() -> dict[tuple[str, bool], int]:
     """Return the most bytes of activations in a step, by schedule and recompute."""
-    told = {}
+    results = {}
     for schedule in ("gpipe", "1f1b"):
         for again in (False, True):
             pipeline = PipelineParallel(untied(), schedule, 8, recompute=again)
@@ -200,10 +200,10 @@ def peaks() -> dict[tuple[str, bool], int]:
             pipeline.step(x, y)
             with MemoryLog(pipeline) as log:
                 pipeline.step(x, y)
-            told[schedule, again] = max(
+            results[schedule, again] = max(
                 moment.ledger["activations"] for moment in log.moments
             )
-    return told
+    return results
 
 
 def test_bytes_of_activations_follow_the_schedule_and_recomputation():
@@ -222,7 +222,7 @@ UNIT = 0.01  # seconds of F, of I and of W in all stages of a rank
 
 def waited(m: int) -> dict:
     """Return the events of a step of each schedule, and when it began and ended."""
-    told, p = {}, dist.get_world_size()
+    results, p = {}, dist.get_world_size()
     for name in SCHEDULES:
         stages = 2 * p if name == "interleaved" else p
         each = UNIT * p / stages
@@ -234,17 +234,17 @@ def waited(m: int) -> dict:
         pipeline.step(x, x)
         with EventLog() as log:
             pipeline.step(x, x)
-        told[name] = [e for e in log.events if e.lane == "compute"]
-    return told
+        results[name] = [e for e in log.events if e.lane == "compute"]
+    return results
 
 
 def test_events_are_in_the_order_that_was_simulated_and_never_shorter():
     """How near the bubbles come, `ddp-course bench pp` measures on a quiet machine."""
     p, m = 3, 4
-    told = spawn(waited, m, world_size=p, output="none", timeout=60)
+    results = spawn(waited, m, world_size=p, output="none", timeout=60)
     for name in SCHEDULES:
         schedule, events = SCHEDULES[name](p, m), {}
-        for rank, its in enumerate(told):
+        for rank, its in enumerate(results):
             done = [Action(e.op, *map(e.detail.get, WHICH)) for e in its[name]]
             assert tuple(done) == schedule.ranks[rank], name
             events |= dict(zip(done, its[name], strict=True))
@@ -276,8 +276,8 @@ def on_a_virtual_clock() -> list:
 
 
 def test_with_real_compute_on_a_virtual_clock():
-    told = spawn(on_a_virtual_clock, world_size=4, output="none", timeout=60)
-    share = bubble(event for events, _ in told for event in events)
+    results = spawn(on_a_virtual_clock, world_size=4, output="none", timeout=60)
+    share = bubble(event for events, _ in results for event in events)
     assert 0.2 < share < 0.8  # 3/7 where all stages take equally long
-    messages = [report.total_messages for _, report in told]
+    messages = [report.total_messages for _, report in results]
     assert messages == [8, 16, 16, 8]  # each is followed by one with the time

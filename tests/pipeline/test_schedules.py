@@ -66,10 +66,10 @@ ORDERS = {
 
 @pytest.mark.parametrize("make", ORDERS, ids=lambda make: make.__name__)
 def test_two_ranks_and_three_microbatches(make):
-    made = make(2, 3)
-    assert made == parse(made.name, ORDERS[make])
-    assert SCHEDULES[made.name] is make
-    rows = [line.partition(" | ")[2] for line in str(made).splitlines()[1:]]
+    schedule = make(2, 3)
+    assert schedule == parse(schedule.name, ORDERS[make])
+    assert SCHEDULES[schedule.name] is make
+    rows = [line.partition(" | ")[2] for line in str(schedule).splitlines()[1:]]
     assert rows == ORDERS[make]
 
 
@@ -78,18 +78,20 @@ def test_legal_for_every_number_of_ranks_and_microbatches(name):
     """Even with blocking sends; and nobody keeps more than the formula says."""
     for p, m in EVERY:
         for v in stages_per_rank(name):
-            made = named(name, p, m, v)
-            proof = check(made)
+            schedule = named(name, p, m, v)
+            proof = check(schedule)
             if name in theory.PIPELINES:
                 peaks = [
                     theory.pipeline_activations(name, p, m, r, v) for r in range(p)
                 ]
                 assert proof.peak_activations == tuple(peaks), (p, m, v)
-            assert made.num_stages == p * (v or SEVERAL.get(name, 1))
-            for stage in range(made.num_stages):
-                assert made.rank_of(stage) == stage % p
+            assert schedule.num_stages == p * (v or SEVERAL.get(name, 1))
+            for stage in range(schedule.num_stages):
+                assert schedule.rank_of(stage) == stage % p
             for rank in range(p):
-                assert made.stages_of(rank) == tuple(range(rank, made.num_stages, p))
+                assert schedule.stages_of(rank) == tuple(
+                    range(rank, schedule.num_stages, p)
+                )
 
 
 @pytest.mark.parametrize("name", theory.PIPELINES)

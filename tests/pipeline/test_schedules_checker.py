@@ -129,8 +129,8 @@ def test_what_w_needs_is_kept_until_w():
 def mutated(draw) -> Schedule:
     """A legal schedule, and one to three changes."""
     make = draw(st.sampled_from(MAKERS))
-    made = make(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
-    rows = [list(row) for row in made.ranks]
+    schedule = make(draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+    rows = [list(row) for row in schedule.ranks]
     for _ in range(draw(st.integers(1, 3))):
         row = draw(st.sampled_from(rows))
         if not row:
@@ -151,7 +151,7 @@ def mutated(draw) -> Schedule:
             row[one] = replace(row[one], op=draw(st.sampled_from("FBIW")))
         else:
             draw(st.sampled_from(rows)).append(row.pop(one))
-    return replace(made, ranks=rows)
+    return replace(schedule, ranks=rows)
 
 
 @settings(max_examples=300, deadline=None)
@@ -198,13 +198,13 @@ def test_a_program_as_it_is_printed():
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_every_message_is_sent_once_and_received_once(make, fused):
     for p, m in [(1, 2), (2, 1), (2, 5), (3, 4), (4, 4)]:
-        made = make(p, m)
-        steps = add_messages(made, fused=fused)
+        schedule = make(p, m)
+        steps = add_messages(schedule, fused=fused)
         sent, received = set(), set()
         for rank, groups in enumerate(steps.ranks):
             flat = [step for group in groups for step in group]
             computed = [s.action for s in flat if s.kind == "compute"]
-            assert tuple(computed) == made.ranks[rank]
+            assert tuple(computed) == schedule.ranks[rank]
             for group in groups:
                 assert len(group) == 1 or "compute" not in {s.kind for s in group}
                 assert fused or len(group) == 1
@@ -217,15 +217,15 @@ def test_every_message_is_sent_once_and_received_once(make, fused):
                     received.add((step.peer, rank, step.action))
                     forward = step.action.op == "F"
                     needed = step.action.stage + (1 if forward else -1)
-                    assert made.rank_of(needed) == rank
+                    assert schedule.rank_of(needed) == rank
                 else:
                     assert step.peer is None
         assert sent == received
-        volume = theory.pipeline_volume(made.num_stages, m, m, 1, 1)
+        volume = theory.pipeline_volume(schedule.num_stages, m, m, 1, 1)
         assert len(sent) == (volume.messages if p > 1 else 0)
         for src in range(p):
             for dst in range(p):
-                order = made.messages(src, dst)
+                order = schedule.messages(src, dst)
                 assert {(src, dst, a) for a in order} == {
                     key for key in sent if key[:2] == (src, dst)
                 }
@@ -238,16 +238,16 @@ ALONE = {"naive": True, "gpipe": True}  # the others need messages posted togeth
 def test_one_message_at_a_time_is_not_enough_for_1f1b(name):
     """With blocking sends; naive and GPipe have never two messages that cross."""
     for p, m in [(2, 2), (2, 5), (3, 4), (4, 8)]:
-        made = SCHEDULES[name](p, m)
-        assert meets(add_messages(made, fused=False)) == ALONE.get(name, False)
-        check(made, blocking=False, fused=False)
+        schedule = SCHEDULES[name](p, m)
+        assert meets(add_messages(schedule, fused=False)) == ALONE.get(name, False)
+        check(schedule, blocking=False, fused=False)
         if name in ALONE:
-            check(made, fused=False)
+            check(schedule, fused=False)
             continue
         with pytest.raises(
             ScheduleError, match=r"ranks wait for each other: rank \d s"
         ):
-            check(made, fused=False)
+            check(schedule, fused=False)
     with pytest.raises(ScheduleError) as caught:
         check(one_f_one_b(2, 2), fused=False)
     assert str(caught.value) == (
@@ -260,21 +260,21 @@ def test_blocking_costs_no_time_but_between_two_interleaved_ranks():
     """There each waits for the other, who is still at a longer backward."""
     for name in SCHEDULES:
         for p, m in [(1, 3), (2, 1), (2, 8), (3, 7), (4, 4), (4, 8), (6, 8)]:
-            made = SCHEDULES[name](p, m)
-            blocking = simulate_schedule(made, blocking=True).makespan
+            schedule = SCHEDULES[name](p, m)
+            blocking = simulate_schedule(schedule, blocking=True).makespan
             if name == "interleaved" and p == 2 and m > 2:
-                assert blocking > simulate_schedule(made).makespan
+                assert blocking > simulate_schedule(schedule).makespan
             else:
-                assert blocking == simulate_schedule(made).makespan, (name, p, m)
+                assert blocking == simulate_schedule(schedule).makespan, (name, p, m)
 
 
 @st.composite
 def mutated_program(draw) -> Program:
     """A legal program of few ranks, and a change in the order of one rank's groups."""
-    made = draw(st.sampled_from(MAKERS))(
+    schedule = draw(st.sampled_from(MAKERS))(
         draw(st.integers(2, 3)), draw(st.integers(1, 3))
     )
-    steps = add_messages(made, fused=draw(st.booleans()))
+    steps = add_messages(schedule, fused=draw(st.booleans()))
     rows = [list(row) for row in steps.ranks]
     for _ in range(draw(st.integers(0, 2))):
         row = draw(st.sampled_from(rows))
@@ -286,7 +286,7 @@ def mutated_program(draw) -> Program:
             row[one] = row[one][::-1]
         elif len(row) > 1:
             row.pop(one)
-    return Program(made, tuple(map(tuple, rows)))
+    return Program(schedule, tuple(map(tuple, rows)))
 
 
 @settings(max_examples=300, deadline=None)

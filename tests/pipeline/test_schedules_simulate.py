@@ -29,17 +29,17 @@ from ddp_course.pipeline import (
 def test_a_rank_does_one_thing_at_a_time_and_nothing_too_early(name, blocking):
     costs = Costs(F=2, I=[3, 1, 2, 4, 1, 2], W=1, send=Fraction(1, 2))
     for p, m in [(1, 3), (2, 3), (3, 5)]:
-        made = SCHEDULES[name](p, m)
-        found = simulate_schedule(made, costs, blocking=blocking)
+        schedule = SCHEDULES[name](p, m)
+        found = simulate_schedule(schedule, costs, blocking=blocking)
         ends, starts = {}, [event.start for event in found.events]
         assert starts == sorted(starts)
         for event in found.events:
             ends[event.action] = event.end
             assert event.end - event.start == costs.of(event.action)
-            for need in made.needs(event.action):
-                away = made.rank_of(need.stage) != event.rank
+            for need in schedule.needs(event.action):
+                away = schedule.rank_of(need.stage) != event.rank
                 assert event.start >= ends[need] + (costs.send if away else 0)
-        for rank, row in enumerate(made.ranks):
+        for rank, row in enumerate(schedule.ranks):
             own = [event for event in found.events if event.rank == rank]
             assert tuple(event.action for event in own) == row
             assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))

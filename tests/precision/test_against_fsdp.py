@@ -113,7 +113,7 @@ def clipped_too_early(model, optimizer, scaler) -> None:
 def job() -> dict[str, dict]:
     ours16, theirs16 = Autocast(BF16), torch.autocast("cpu", dtype=BF16)
     off = GradScaler(enabled=False)
-    told = {
+    results = {
         "bf16": trained(ours("bf16"), ours16, off, 4),
         "FSDP2": trained(fsdp2(BF16), theirs16, off, 4),
         "sums in bf16": trained(
@@ -123,18 +123,18 @@ def job() -> dict[str, dict]:
     ours16, theirs16 = Autocast(FP16), torch.autocast("cpu", dtype=FP16)
     for name, clip in {"fp16": None, "fp16, clipped": clipped}.items():
         how = {"steps": 8, "planted": PLANTED, "clip": clip}
-        told[name] = trained(ours("fp16"), ours16, GradScaler(**SCALES), **how)
-        told[f"FSDP1, {name}"] = trained(
+        results[name] = trained(ours("fp16"), ours16, GradScaler(**SCALES), **how)
+        results[f"FSDP1, {name}"] = trained(
             fsdp1(FP16), theirs16, ShardedGradScaler("cpu", **SCALES), **how
         )
     how["clip"] = clipped_too_early
-    told["clipped too early"] = trained(
+    results["clipped too early"] = trained(
         ours("fp16"), ours16, GradScaler(**SCALES), **how
     )
     how["clip"] = None
     scaler.seen_by_all = lambda optimizer, own: own
-    told["known to one"] = trained(ours("fp16"), ours16, GradScaler(**SCALES), **how)
-    return told
+    results["known to one"] = trained(ours("fp16"), ours16, GradScaler(**SCALES), **how)
+    return results
 
 
 def apart(a: dict, b: dict) -> float:
@@ -150,25 +150,25 @@ def ranks() -> list[dict]:
 
 
 def test_in_bf16_it_is_fsdp2_with_its_policy_bit_by_bit(ranks):
-    for told in ranks:
-        assert told["bf16"]["losses"] == told["FSDP2"]["losses"]
-        assert apart(told["bf16"], told["FSDP2"]) == 0
-        assert apart(told["sums in bf16"], told["FSDP2"]) > 1e-4  # told as float32
+    for result in ranks:
+        assert result["bf16"]["losses"] == result["FSDP2"]["losses"]
+        assert apart(result["bf16"], result["FSDP2"]) == 0
+        assert apart(result["sums in bf16"], result["FSDP2"]) > 1e-4  # told as float32
 
 
 def test_scales_skipped_steps_and_bits_are_those_of_sharded_grad_scaler(ranks):
-    for told in ranks:
-        theirs = told["FSDP1, fp16"]
+    for result in ranks:
+        theirs = result["FSDP1, fp16"]
         assert theirs["scales"] == [1024, 512, 512, 256, 128, 128, 256, 256]
-        assert told["fp16"]["scales"] == theirs["scales"]
-        assert told["fp16"]["losses"] == theirs["losses"]
-        assert apart(told["fp16"], theirs) == 0
-        assert told["known to one"]["scales"] != theirs["scales"]
+        assert result["fp16"]["scales"] == theirs["scales"]
+        assert result["fp16"]["losses"] == theirs["losses"]
+        assert apart(result["fp16"], theirs) == 0
+        assert result["known to one"]["scales"] != theirs["scales"]
 
 
 def test_clipped_after_unscaling_it_is_fsdps_and_before_it_is_not(ranks):
-    for told in ranks:
-        theirs = told["FSDP1, fp16, clipped"]
-        assert told["fp16, clipped"]["scales"] == theirs["scales"]
-        assert apart(told["fp16, clipped"], theirs) < 5e-4
-        assert apart(told["clipped too early"], theirs) > 1e-2
+    for result in ranks:
+        theirs = result["FSDP1, fp16, clipped"]
+        assert result["fp16, clipped"]["scales"] == theirs["scales"]
+        assert apart(result["fp16, clipped"], theirs) < 5e-4
+        assert apart(result["clipped too early"], theirs) > 1e-2

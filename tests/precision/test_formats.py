@@ -107,8 +107,8 @@ def test_the_error_of_a_sum_grows_with_the_ranks_and_with_the_order():
         values = torch.rand(ranks, 512, generator=generator).bfloat16()
         right = values.double().sum(0)
         for order in ORDERS:
-            told = sum_in_order(values, torch.bfloat16, order)
-            error = ((told.double() - right).abs() / right).max()
+            results = sum_in_order(values, torch.bfloat16, order)
+            error = ((results.double() - right).abs() / right).max()
             deep = (ranks - 1).bit_length() if order == "tree" else ranks - 1
             assert error <= deep * eps / 2 * 1.01 + 1e-12, (ranks, order)
             errors[ranks, order] = float(error)

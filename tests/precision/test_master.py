@@ -183,11 +183,11 @@ def sharded() -> list:
 def test_in_shards_each_rank_has_copies_of_its_own_part():
     ranks = spawn(sharded, world_size=2, output="none")
     for stage in (1, 2):
-        for told in ranks:
-            assert same(told[stage][0], told[0])
-        total = sum(told[stage][1] for told in ranks)
+        for result in ranks:
+            assert same(result[stage][0], result[0])
+        total = sum(result[stage][1] for result in ranks)
         assert total == GPT.num_parameters
-        assert max(told[stage][1] for told in ranks) < 0.6 * total
+        assert max(result[stage][1] for result in ranks) < 0.6 * total
 
 
 def test_what_cannot_be_has_its_optimizers_words():

@@ -89,8 +89,8 @@ def formulas(stage: int) -> dict[str, tuple]:
 
 
 def test_kept_and_sent_are_the_formula_to_the_byte():
-    told = spawn(job, world_size=2, output="none")
-    for rank in told:
+    results = spawn(job, world_size=2, output="none")
+    for rank in results:
         for (strategy, name), measured in rank.items():
             stage = STRATEGIES.index(strategy)
             found = {n for n, said in formulas(stage).items() if said == measured}
@@ -131,7 +131,7 @@ def test_16_and_megatrons_18_and_20_are_measured():
     optimizer.step()
     count("mixed")
     model(x, x)[1].backward()
-    optimizer.give_gradients()  # of which the optimizer steps copies, as well
+    optimizer.copy_gradients()  # of which the optimizer steps copies, as well
     count("mixed-both-gradients")
     optimizer.zero_grad()
     copies = [c for group in optimizer.optim.param_groups for c in group["params"]]

@@ -75,7 +75,7 @@ def inner(a: torch.Tensor, b: torch.Tensor, state: str, rank: int) -> torch.Tens
 def pairs() -> dict[str, tuple[float, float]]:
     """On every rank: <A x, y> and <x, Aᵀ y>, of all ranks together."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    told = {}
+    results = {}
     for name, (op, before, after) in OPS.items():
         x = of_state(before, 1, rank, size).requires_grad_()
         y = of_state(after, 2, rank, size)
@@ -88,8 +88,8 @@ def pairs() -> dict[str, tuple[float, float]]:
             ]
         )
         dist.all_reduce(sides)
-        told[name] = tuple(sides.tolist())
-    return told
+        results[name] = tuple(sides.tolist())
+    return results
 
 
 # ---- products and layers -------------------------------------------------------------
@@ -174,7 +174,7 @@ def layers() -> list[str]:
     mlp = MLP(GPTConfig(d_model=WIDE))
     no_bias, embedding = nn.Linear(WIDE, WIDE, bias=False), nn.Embedding(WIDE, 3)
     x, idx = torch.randn(2, 5, WIDE), torch.randint(WIDE, (2, 5))
-    made = {
+    operations = {
         "column without bias": (no_bias, Gathered(ColumnParallelLinear(no_bias)), x),
         "row without bias": (no_bias, Split(RowParallelLinear(no_bias)), x),
         "MLP of one row": (mlp, ParallelMLP(mlp), x[0, 0]),
@@ -184,14 +184,14 @@ def layers() -> list[str]:
         "naive column": (mlp.up, NaiveColumnLinear(mlp.up), x),
         "naive row": (mlp.up, NaiveRowLinear(mlp.up), x),
     }
-    for name, (plain, parallel, given) in made.items():
+    for name, (plain, parallel, inputs) in operations.items():
         plain.zero_grad()
         ends = []
         for layer in (plain, parallel):
-            x = given.clone().requires_grad_(given is not idx)
+            x = inputs.clone().requires_grad_(inputs is not idx)
             out = layer(x)
             out.square().sum().backward()
-            ends.append([out.detach()] if given is idx else [out.detach(), x.grad])
+            ends.append([out.detach()] if inputs is idx else [out.detach(), x.grad])
         pairs = list(zip(*ends, strict=True))
         for key, own in parallel.named_parameters():
             module, _, last = key.rpartition(".")
@@ -247,12 +247,12 @@ def losses() -> list[str]:
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_operations_layers_and_loss_are_those_of_one_process(n):
     ranks = spawn(everything, world_size=n, output="none", device="cpu", timeout=100)
-    for transposed, bad, told in ranks:
+    for transposed, bad, result in ranks:
         for key, (forward, backward) in transposed.items():
             # Backward is the transpose of forward; whole numbers: no rounding.
             assert forward == backward != 0, key
         assert bad == []
-        assert told == ranks[0][2]
+        assert result == ranks[0][2]
 
 
 def everything():

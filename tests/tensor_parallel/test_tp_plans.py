@@ -41,7 +41,7 @@ def test_a_part_of_qkv_is_whole_heads():
 
 
 @pytest.mark.parametrize(
-    ("changed", "n", "told"),
+    ("changed", "n", "message"),
     [
         ({"n_head": 6}, 4, "n_head is 6, which 4 ranks cannot share equally"),
         ({"n_head": 6}, 4, "this model can be cut for 1, 2, 3, 6 ranks"),
@@ -49,8 +49,8 @@ def test_a_part_of_qkv_is_whole_heads():
         ({}, 5, "n_head is 12"),
     ],
 )
-def test_sizes_that_cannot_be_cut_are_named(changed, n, told):
-    assert told in GPTConfig(n_layer=1, **changed).indivisible(SHARED, n)
+def test_sizes_that_cannot_be_cut_are_named(changed, n, message):
+    assert message in GPTConfig(n_layer=1, **changed).indivisible(SHARED, n)
     assert AXES["tp"].divides == SHARED  # the command line asks without PyTorch
 
 
@@ -61,13 +61,13 @@ def test_four_all_reduces_for_each_block():
     config = PRESETS["1m"]
     hidden = 2 * 64 * 144 * 4
     for n in (1, 2, 3, 4):
-        told = theory.tensor_parallel_volume(config, 2, n)
+        results = theory.tensor_parallel_volume(config, 2, n)
         once = 2 * Fraction(n - 1, n)
-        assert told.hidden == (4 * 4 + 2) * once * hidden
-        assert told.loss == once * 3 * 2 * 64 * 4
-        assert told.parameters == 0
-        assert (told.all_reduces, told.pairs) == (20, 0)
-        assert told.total == told.hidden + told.loss
+        assert results.hidden == (4 * 4 + 2) * once * hidden
+        assert results.loss == once * 3 * 2 * 64 * 4
+        assert results.parameters == 0
+        assert (results.all_reduces, results.pairs) == (20, 0)
+        assert results.total == results.hidden + results.loss
 
 
 def test_sequence_parallelism_sends_the_same_and_some_gradients():

@@ -18,29 +18,29 @@ alone = functools.cache(functools.partial(train, None))
 def everything() -> dict[tuple[str, str], Trained]:
     """On every rank: train every model in every way, and every fake."""
     n = dist.get_world_size()
-    told = {(way, "plain"): train(WRAPPERS[way]) for way in SOME}
+    results = {(way, "plain"): train(WRAPPERS[way]) for way in SOME}
     if n == 3:  # others cut no other way
         others = [(way, "plain") for way in WRAPPERS.keys() - {*SOME}]
         others += [(way, name) for way in SOME for name in ("tied", "frozen")]
-        told |= {
+        results |= {
             (way, name): train(WRAPPERS[way], name) for way, name in sorted(others)
         }
     if n == 2:
-        told["DTensor", "plain"] = train(dtensor, steps=2)
-        told["DTensor sequence", "plain"] = train(
+        results["DTensor", "plain"] = train(dtensor, steps=2)
+        results["DTensor sequence", "plain"] = train(
             functools.partial(dtensor, sequence=True), steps=2
         )
     if n == 4:
         for name in ("tied", "frozen"):
-            told["pieces", name] = train(piece_by_piece, name)
+            results["pieces", name] = train(piece_by_piece, name)
     if n == 2:  # one rank has nothing to sum, and two are enough to see it
-        told |= {(fake, "fake"): train(w, steps=2) for fake, w in FAKES.items()}
-    return told
+        results |= {(fake, "fake"): train(w, steps=2) for fake, w in FAKES.items()}
+    return results
 
 
-def first(told: Trained, steps: int) -> Trained:
+def first(results: Trained, steps: int) -> Trained:
     """Return the first steps of a training."""
-    return Trained(*(part[:steps] for part in list(vars(told).values())[:4]))
+    return Trained(*(part[:steps] for part in list(vars(results).values())[:4]))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])

@@ -53,7 +53,7 @@ def of_one_process(name: str, steps: int) -> tuple[dict, dict]:
 
 def continued(before: dict[str, tuple[dict, dict]]) -> dict[str, tuple]:
     """On every rank: go on from one process after 2 steps; return states after 4."""
-    told = {}
+    results = {}
     for name, (state, optimizer_state) in before.items():
         module = tensor_parallel(model(name, seed=5), sequence_parallel=name != "tied")
         fresh, plain = full_state_dict(module), model(name, seed=5).state_dict()
@@ -64,15 +64,15 @@ def continued(before: dict[str, tuple[dict, dict]]) -> dict[str, tuple]:
         read = full_state_dict(module), full_optimizer_state_dict(module, optimizer)
         run(module, optimizer, range(2, 4))
         after = full_state_dict(module), full_optimizer_state_dict(module, optimizer)
-        told[name] = read, after
-    return told
+        results[name] = read, after
+    return results
 
 
 def test_states_go_on_from_one_process_and_back():
     before = {name: of_one_process(name, 2) for name in ("plain", "tied", "frozen")}
     ranks = spawn(continued, before, world_size=3, output="none", device="cpu")
-    for told in ranks:
-        for name, (read, after) in told.items():
+    for result in ranks:
+        for name, (read, after) in result.items():
             assert same(read, before[name]), name  # bit for bit
             module, optimizer = model(name), None
             optimizer = adamw(module)
@@ -106,7 +106,7 @@ class Dropped(nn.Module):
 
 def dropped() -> dict[bool, tuple]:
     """On every rank: masks of two forwards and of a recomputation; gradients."""
-    told = {}
+    results = {}
     for right, inside in ((True, parallel_rng), (False, nullcontext)):
         module = Dropped(inside)
         x = torch.randn(64, 12, generator=torch.Generator().manual_seed(1))
@@ -116,12 +116,12 @@ def dropped() -> dict[bool, tuple]:
             torch.manual_seed(3)
             y = recompute(module, x) if again else module(x)
             gradients += torch.autograd.grad(y.square().sum(), x)
-        told[right] = module.masks, torch.equal(*gradients), torch.rand(())
-    return told
+        results[right] = module.masks, torch.equal(*gradients), torch.rand(())
+    return results
 
 
 def recomputed() -> list[float]:
-    told = []
+    found = []
     for options in ({}, {"sequence_parallel": True}):
         norms = []
         for again in (False, True):
@@ -130,8 +130,8 @@ def recomputed() -> list[float]:
                 recompute_blocks(module)
             module(*batch(0))[1].backward()
             norms.append(module.clip_grad_norm_(1e9).item())
-        told.append(norms[0] - norms[1])
-    return told
+        found.append(norms[0] - norms[1])
+    return found
 
 
 def bf16_and_logits() -> tuple:
@@ -221,8 +221,8 @@ def refusals() -> list[str]:
         "only states of the parameter's own shape",
         "this is no state_dict of an optimizer",
     ]
-    told = refused(attempts, expected)
-    return [*told, f"{cut(x, y)[1].item():.4f}"]  # and it still works
+    results = refused(attempts, expected)
+    return [*results, f"{cut(x, y)[1].item():.4f}"]  # and it still works
 
 
 # ---- all of it, on two ranks ---------------------------------------------------------
@@ -235,11 +235,11 @@ def everything() -> tuple:
 def test_dropout_recomputation_autocast_logits_and_what_is_refused():
     """Dropout differs inside, is the same outside and when recomputed; and the rest."""
     ranks = spawn(everything, world_size=2, output="none", device="cpu", timeout=100)
-    (masks, _, _, told), (others, _, _, others_told) = ranks
+    (masks, _, _, results), (others, _, _, others_told) = ranks
     check_dropout(masks, others)
     for _, recomputed, (loss, gradient, logits, norm), _ in ranks:
         assert recomputed == [0.0] * 2
         assert loss < 0.01 and gradient < 0.05
         assert logits
         assert norm == pytest.approx(1.0, rel=0.02)
-    assert told == others_told
+    assert results == others_told

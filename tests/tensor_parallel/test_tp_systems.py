@@ -53,7 +53,7 @@ def bytes_of(torchs: TorchCollectives, *ops: str) -> float:
 
 def sent() -> dict[str, dict]:
     """On every rank: what a step sends, by three meters, and what is kept."""
-    told = {}
+    results = {}
     for way, wrap in WAYS.items():
         parallel = wrap(model())
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
@@ -61,7 +61,7 @@ def sent() -> dict[str, dict]:
         with ByteMeter() as meter, SystemBytes() as system:
             with TorchCollectives() as torchs:
                 step_of(parallel, optimizer)
-        told[way] = {
+        results[way] = {
             "metered": meter.total_sent,
             "written": system.written,
             "all-reduced": bytes_of(torchs, "all_reduce"),
@@ -76,9 +76,9 @@ def sent() -> dict[str, dict]:
         x = torch.randn(2, 6, CONFIG.d_model, requires_grad=True)
         with TorchCollectives() as torchs:
             mlp(x).sum().backward()
-        told[name] = bytes_of(torchs, "all_reduce", "all_gather")
-    told["of a block"] = kept_by_a_block()
-    return told
+        results[name] = bytes_of(torchs, "all_reduce", "all_gather")
+    results["of a block"] = kept_by_a_block()
+    return results
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -87,36 +87,36 @@ def test_bytes_sent_and_kept_are_those_of_the_formulas(n):
     how = {"config": CONFIG, "batch": ROWS, "tp_size": n}
     ring = theory.tensor_parallel_volume(**how)
     cut = theory.tensor_parallel_volume(**how, sequence_parallel=True)
-    for told in ranks:
-        gloo = told["gloo"]
+    for result in ranks:
+        gloo = result["gloo"]
         assert gloo["all-reduced"] == ring.total
         assert gloo["all-reduces"] == ring.all_reduces == 4 * CONFIG.n_layer + 4
         assert gloo["metered"] == 0  # these are gloo's
         # gloo's headers, and chunks that are rounded up.
         assert 0 <= gloo["written"] - ring.total < 0.25 * ring.total + 9000
         # This course's ring: its chunks of odd sizes differ a little between ranks.
-        assert told["ring"]["metered"] == pytest.approx(float(ring.total), rel=0.01)
-        assert told["ring"]["all-reduces"] == 0
-        sequence = told["sequence"]
+        assert result["ring"]["metered"] == pytest.approx(float(ring.total), rel=0.01)
+        assert result["ring"]["all-reduces"] == 0
+        sequence = result["sequence"]
         assert sequence["exchanged"] == cut.hidden
         assert sequence["all-reduced"] == cut.loss + cut.parameters
         assert sequence["all-reduces"] == cut.all_reduces
         assert sequence["pairs"] == cut.pairs
         assert 0 <= sequence["written"] - cut.total < 0.6 * cut.total + 9000
         # The inputs of qkv and up are kept whole, as they were gathered.
-        assert told["of a block"] == pytest.approx([0, 2 * (1 - 1 / n)])
+        assert result["of a block"] == pytest.approx([0, 2 * (1 - 1 / n)])
         # Planted: the logits are gathered, and that is seen.
         logits = ROWS * CONFIG.block_size * CONFIG.vocab_size * 4
-        wasted = told["gathered logits"]
+        wasted = result["gathered logits"]
         assert wasted["exchanged"] == logits * (n - 1) / n
         assert wasted["all-reduces"] == ring.all_reduces - 2
         numel = 2 * 6 * CONFIG.d_model
-        assert told["naive"] == theory.mlp_volume(numel, n, naive=True)
-        assert told["mlp"] == theory.mlp_volume(numel, n)
+        assert result["naive"] == theory.mlp_volume(numel, n, naive=True)
+        assert result["mlp"] == theory.mlp_volume(numel, n)
         # What is kept, with gradients and the two states of AdamW.
         own = 4 * theory.tensor_parallel_parameters(CONFIG, n)
         for way in WRAPPERS:
-            kept = told[way]["kept"]
+            kept = result[way]["kept"]
             assert kept["parameters"] == kept["gradients"] == own, way
             assert 0 <= kept["optimizer states"] - 2 * own < 1000, way  # and steps
             assert kept["activations"] == kept["other"] == 0, way
@@ -139,7 +139,7 @@ def kept_for_backward(module: torch.nn.Module, x: torch.Tensor) -> int:
 
 def kept_by_a_block() -> list[float]:
     """On every rank: activations beyond the formula, without and with `sequence`."""
-    told, n, t, c = [], dist.get_world_size(), CONFIG.block_size, CONFIG.d_model
+    found, n, t, c = [], dist.get_world_size(), CONFIG.block_size, CONFIG.d_model
     fused = {"fused_attention": True, "itemsize": 4, "dropout": False}
     for way in ("gloo", "sequence"):
         sp = way == "sequence"
@@ -149,5 +149,5 @@ def kept_by_a_block() -> list[float]:
         kept -= sum(theory.layer_activations(ROWS, t, c, 12, **how).values())
         kept -= 16 * ROWS * (t // n if sp else t)  # two numbers for each norm and token
         kept -= 16 * c * sp  # a norm's parameters, side by side
-        told.append(kept / (4 * ROWS * t * c))
-    return told
+        found.append(kept / (4 * ROWS * t * c))
+    return found

@@ -58,10 +58,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def refused(attempts: list[Callable], expected: list[str]) -> list[str]:
     """Return what each attempt raises, in which the expected text has to be."""
-    told = [said((ValueError, RuntimeError), attempt) for attempt in attempts]
-    for text, words in zip(expected, told, strict=True):
+    results = [said((ValueError, RuntimeError), attempt) for attempt in attempts]
+    for text, words in zip(expected, results, strict=True):
         assert text in words, (text, words)
-    return told
+    return results
 
 
 def gradients(gpt: nn.Module) -> dict[str, Tensor]:
@@ -110,20 +110,20 @@ def train(
     gpt = model(name)
     gpt = gpt if wrap is None else wrap(gpt)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=0.01, eps=1e-4)
-    told = Trained()
+    run = Trained()
     for step in range(steps):
         optimizer.zero_grad()
         _, loss = gpt(*batch(step))
         loss.backward()
-        told.gradients.append(gradients(gpt))
-        told.norms.append(norm_of(gpt, 0.5))
+        run.gradients.append(gradients(gpt))
+        run.norms.append(norm_of(gpt, 0.5))
         optimizer.step()
-        told.losses.append(loss.item())
-        told.states.append({k: v.clone() for k, v in whole_state(gpt).items()})
+        run.losses.append(loss.item())
+        run.states.append({k: v.clone() for k, v in whole_state(gpt).items()})
     if isinstance(gpt, TensorParallelGPT):
         common = [p for p in gpt.parameters() if dim_of(p) is None]
-        told.common = b"".join(p.detach().numpy().tobytes() for p in common)
-    return told
+        run.common = b"".join(p.detach().numpy().tobytes() for p in common)
+    return run
 
 
 # Sums over ranks add in another order: some 1e-6 of a gradient.

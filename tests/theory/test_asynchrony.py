@@ -42,8 +42,8 @@ def test_throughput_with_a_straggler(way, slow):
     seconds = [1.0, 1.0, 1.0, slow]
     run = simulate_run(RULES[way], seconds, 1000)
     spare = {"spare": 1} if way == "backup" else {}
-    told = gradients_per_second(way, seconds, **spare)
-    assert run.gradients / run.seconds == pytest.approx(told, rel=0.02)
+    results = gradients_per_second(way, seconds, **spare)
+    assert run.gradients / run.seconds == pytest.approx(results, rel=0.02)
     for other in RULES.keys() - {way, "backup"}:  # which formula, matters
         if slow > 1.0 and {way, other} != {"synchronous", "bounded"}:
             wrong = gradients_per_second(other, seconds)
@@ -94,6 +94,9 @@ def test_remedies():
 
 test_what_no_formula_is_for = refused(
     (lambda: gradients_per_second("slow", [1.0]), "way is 'slow'; it can be 'sync"),
-    (lambda: gradients_per_second("backup", [1], spare=1), "spare is 1; backup with 1"),
-    (lambda: gradients_per_second("bounded", [1, 1], 1), "bounded with 2 workers has"),
+    (
+        lambda: gradients_per_second("backup", [1], spare=1),
+        "spare is 1; for backup with 1",
+    ),
+    (lambda: gradients_per_second("bounded", [1, 1], 1), "bounded with 2 workers it"),
 )

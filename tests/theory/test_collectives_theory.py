@@ -18,7 +18,9 @@ from ddp_course.theory import ALGORITHMS, Cost
 from ddp_course.theory.collectives import TwoLevels, children
 
 S = Fraction(1)
-PLAYED = [name for name, row in ALGORITHMS.items() if row.sent]  # not the double tree
+SIMULATED = [
+    name for name, row in ALGORITHMS.items() if row.sent
+]  # not the double tree
 SIZES = [*range(1, 10), 16, 17]
 SHAPES = [(1, 1), (1, 5), (4, 1), (2, 2), (2, 4), (3, 3), (3, 4), (4, 3)]
 VARIANTS = ["leader", "sharded"]
@@ -41,7 +43,7 @@ def check_volume(sent, program):
     assert sent == play(program, FREE)[1]
 
 
-@pytest.mark.parametrize("name", PLAYED)
+@pytest.mark.parametrize("name", SIMULATED)
 def test_costs_and_bytes_are_what_one_sees(name):
     for n in SIZES:
         check_cost(getattr(theory, name)(n, S), getattr(simulator, name)(n))

@@ -54,8 +54,8 @@ def test_what_ranks_have_is_what_one_finds_by_going_through_all_elements(tp, pp,
     for stages in stages_of(pp):
         for coordinate in range(tp):
             own = list(elements(model, tp, stages, coordinate))
-            told = sum(ComposedRank(shape, stages, tp=tp).units())
-            assert len(own) == len(set(own)) == told
+            results = sum(ComposedRank(shape, stages, tp=tp).units())
+            assert len(own) == len(set(own)) == results
             found.update(own)
     whole = {name for name, _ in found}
     assert sum(ComposedRank(shape).units()) == shape.num_parameters
@@ -120,12 +120,12 @@ def off(volume) -> list[tuple]:
     for dp, replicas, tp, pp, per_rank, zero, tied in CASES:
         for rank, stages in enumerate(stages_of(pp, per_rank)):
             sizes = {"dp": dp, "tp": tp, "replicas": replicas, "zero": zero}
-            told = volume(config(tied), 6, stages, **sizes)
+            results = volume(config(tied), 6, stages, **sizes)
             found = messages(config(tied), 6, 3, stages, **sizes)
             wrong += [
                 (dp, tp, pp, zero, rank, axis)
                 for axis in ("tp", "pp", "dp", "replicas")
-                if getattr(told, axis) != found[axis]
+                if getattr(results, axis) != found[axis]
             ]
     return wrong
 
@@ -179,7 +179,7 @@ test_what_cannot_be_is_refused = refused(
     (of(tp=3), "tp_size is 3; it must divide the 4 heads"),
     (of(stages=[range(6)]), "each must have some of layers 0 to 4"),
     (of(stages=[]), "each must have some of layers"),
-    (of(buffers=[5]), "buffers have 5 elements; the rank has"),
+    (of(buffers=[5]), "buffers have 5 elements; they must"),
     (lambda: of(zero=4)().states(), "stage is 4"),
     (lambda: of(zero=4)().volume(2), "stage is 4; it can be 0"),
 )

@@ -264,6 +264,9 @@ test_bad_input_is_named = refused(
     (lambda: layer_activations(1, 1, 10, 3), "hidden is 10, heads 3 and tp 1"),
     (lambda: layer_activations(1, 1, 12, 3, tp=2), "tp must divide heads"),
     (lambda: layer_activations(1, 1, 1, 1, recompute="half"), "recompute is 'half'"),
-    (lambda: gpt_activations(PRESETS["1m"], 1, 65), "tokens is 65; block_size is 64"),
+    (
+        lambda: gpt_activations(PRESETS["1m"], 1, 65),
+        "tokens is 65; it must be at most block_size, 64",
+    ),
     (lambda: gpt_peak(PRESETS["1m"], 1, 1, "selective"), "recompute is 'selective'"),
 )

@@ -102,5 +102,5 @@ test_bad_values_are_named = refused(
     (lambda: pipeline_time("zero_bubble", 3, 2, 2), "is 2; with 2 stages on"),
     (lambda: pipeline_bubble("gpipe", 2, 2, F=0, I=0, W=0), "are all 0"),
     (lambda: pipeline_activations("gpipe", 2, 2, 2), "rank is 2; it can be 0 to 1"),
-    (lambda: pipeline_volume(2, 9, 8, 1, 1), "num_microbatches is 9; batch is 8"),
+    (lambda: pipeline_volume(2, 9, 8, 1, 1), "num_microbatches is 9 and batch 8; each"),
 )

@@ -84,9 +84,9 @@ def test_what_is_not_known_is_not_counted_and_is_said():
     assert with_blocks[3].ledger["communication buffers"] > 0
     assert with_blocks[3].ledger["activations"] == 0
     full = Model(7_500_000_000, 32, 4096, 32, 2048)
-    told = plan(full, 8, 80 * GB)
-    assert told[0].ledger["activations"] > 0 and told[0].fits is False
-    assert told[1].fits is told[4].fits is True
+    results = plan(full, 8, 80 * GB)
+    assert results[0].ledger["activations"] > 0 and results[0].fits is False
+    assert results[1].fits is results[4].fits is True
 
 
 def test_recomputation_and_fused_attention_need_less():
@@ -126,7 +126,7 @@ def test_a_small_model_is_padded_on_many_gpus_and_yet_fits_on_a_few(
 
 
 test_bad_input_is_named = refused(
-    (lambda: Model(10, layers=2), "layers is 2 and hidden 0; say both, or none"),
+    (lambda: Model(10, layers=2), "layers is 2 and hidden 0; set both or neither"),
     (lambda: Model(10, layers=2, hidden=8), "more than the model's 10"),
     (lambda: plan(PAPER, 1, GB, optimizer="lion"), "optimizer is 'lion'"),
     (lambda: plan(PAPER, 1, GB, precision="fp8"), "precision is 'fp8'"),

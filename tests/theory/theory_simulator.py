@@ -29,14 +29,14 @@ def play(program, inside, between=FREE):
     """Return (time, bytes sent inside, bytes sent between), at these prices."""
     n, per_node = program.n, program.per_node or program.n
     data, wanted = (
-        [{c: frozenset(ranks) for c, ranks in held(r).items()} for r in range(n)]
-        for held in (program.start, program.end)
+        [{c: frozenset(ranks) for c, ranks in chunks(r).items()} for r in range(n)]
+        for chunks in (program.start, program.end)
     )
     clock, sent = [Fraction(0)] * n, {True: [Fraction(0)] * n, False: [Fraction(0)] * n}
     for messages in program.rounds:
         assert len({m[0] for m in messages}) == len(messages), "two sends at once"
         assert len({m[1] for m in messages}) == len(messages), "two receives at once"
-        before, then = [dict(held) for held in data], list(clock)
+        before, then = [dict(chunks) for chunks in data], list(clock)
         for src, dst, chunks, add in messages:
             assert src != dst
             near = src // per_node == dst // per_node
@@ -51,8 +51,8 @@ def play(program, inside, between=FREE):
                     assert not new & data[dst][c], "something is added twice"
                     new = new | data[dst][c]
                 data[dst][c] = new
-    for rank, (held, wants) in enumerate(zip(data, wanted, strict=True)):
-        assert wants.items() <= held.items(), (rank, held, wants)
+    for rank, (chunks, wants) in enumerate(zip(data, wanted, strict=True)):
+        assert wants.items() <= chunks.items(), (rank, chunks, wants)
     return max(clock), sent[True], sent[False]
 
 
@@ -81,9 +81,9 @@ def from_root(n, root):
     return [(root + k) % n for k in range(n)]
 
 
-def at(root, held):
+def at(root, chunks):
     """The root holds this, and the others nothing."""
-    return lambda r: held if r == root else {}
+    return lambda r: chunks if r == root else {}
 
 
 def broadcast(n, root, way):
@@ -179,16 +179,16 @@ def all_reduce_halving_doubling(n):
     while 2 * p <= n:
         p *= 2
     mine = [list(range(p)) for _ in range(p)]  # the chunks a rank still works on
-    there, back, distance = [], [], p // 2
+    forward, back, distance = [], [], p // 2
     while distance:
         halves = [[c for c in mine[r] if (c ^ r) & distance == 0] for r in range(p)]
         partner = [r ^ distance for r in range(p)]
-        there.append([(r, partner[r], halves[partner[r]], True) for r in range(p)])
+        forward.append([(r, partner[r], halves[partner[r]], True) for r in range(p)])
         back.append([(r, partner[r], halves[r], False) for r in range(p)])
         mine, distance = halves, distance // 2
     fold = [[(r, r - p, list(range(p)), True) for r in range(p, n)]]
     unfold = [[(r - p, r, list(range(p)), False) for r in range(p, n)]]
-    return all_reduce(n, p, fold + there + back[::-1] + unfold)
+    return all_reduce(n, p, fold + forward + back[::-1] + unfold)
 
 
 def together(programs):

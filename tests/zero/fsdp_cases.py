@@ -148,29 +148,29 @@ def train(
     plain = MODELS[model](0 if equal else rank)
     sharded = plain if alone else wrap(plain)
     opt = OPTIMIZERS[optimizer](sharded.parameters())
-    told = Trained()
+    run = Trained()
     for step in range(steps):
         x, y = (t[rank * ROWS // n : (rank + 1) * ROWS // n] for t in batch(step))
         opt.zero_grad()
         parts = list(zip(x.chunk(micro), y.chunk(micro), strict=True))
-        told.losses.append(0.0)
+        run.losses.append(0.0)
         for k, (some_x, some_y) in enumerate(parts):
             waits = not (alone or sync_all or k == len(parts) - 1)
             with sharded.no_sync() if waits else contextlib.nullcontext():
                 loss = sharded(some_x, some_y)[1] / micro
                 loss.backward()
-            told.losses[-1] += loss.item()
+            run.losses[-1] += loss.item()
         if clip is not None:
-            told.norms.append(clipped(sharded, clip))
+            run.norms.append(clipped(sharded, clip))
         opt.step()
         if step in (0, steps - 1):  # they cost more than the steps
             state = whole_state(sharded)
-            told.states.append({k: v.clone() for k, v in state.items()})
+            run.states.append({k: v.clone() for k, v in state.items()})
     if states and hasattr(sharded, "full_optimizer_state_dict"):
-        told.optimizer = sharded.full_optimizer_state_dict(opt)
+        run.optimizer = sharded.full_optimizer_state_dict(opt)
     elif alone:
-        told.optimizer = opt.state_dict()
-    return told
+        run.optimizer = opt.state_dict()
+    return run
 
 
 def clipped(model: nn.Module, clip: float) -> float:

@@ -31,12 +31,12 @@ def everything() -> dict[tuple[str, str], tuple]:
 
 def test_the_same_training_as_one_process_and_as_pytorch():
     """On three ranks, among which sizes do not divide."""
-    told = spawn(everything, world_size=3, output="none", timeout=240)
+    results = spawn(everything, world_size=3, output="none", timeout=240)
     assert max(alone(**CLIP).norms) > 0.05  # it is clipped
-    for (who, what), (how, mine) in told[0].items():
+    for (who, what), (how, mine) in results[0].items():
         one = alone(**{k: v for k, v in how.items() if k not in ("micro", "sync_all")})
-        ranks = {bits(rank[who, what][1]) for rank in told}
+        ranks = {bits(rank[who, what][1]) for rank in results}
         wrong = far_apart(mine, one) or len(ranks) > 1
         assert bool(wrong) == (what == "fake"), (who, what)
-        if ("torch", what) in told[0]:
-            assert not far_apart(mine, told[0]["torch", what][1]), (who, what)
+        if ("torch", what) in results[0]:
+            assert not far_apart(mine, results[0]["torch", what][1]), (who, what)

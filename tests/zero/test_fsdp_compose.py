@@ -72,7 +72,7 @@ def replicas(folder: str) -> dict[tuple, Trained]:
         ("fake", "adamw", "forgotten"): hybrid(ReplicasForgotten, axes),
         ("fake", "sgd", "sum"): hybrid(SumOfReplicas, axes),
     }
-    told = {
+    results = {
         (who, optimizer, what): train(
             wrap,
             optimizer,
@@ -82,7 +82,7 @@ def replicas(folder: str) -> dict[tuple, Trained]:
         for (who, optimizer, what), wrap in wraps.items()
     }
     return {
-        "trained": told,
+        "trained": results,
         "error": refused(axes),
         "saved": saved(hybrid(Ours, axes), folder),
     }

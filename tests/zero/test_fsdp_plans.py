@@ -34,26 +34,26 @@ def test_blocks_are_units_and_the_root_has_the_rest():
     block = plan[1].flats[0]
     assert (block.numel, block.shard_numel, block.padding) == (2492, 623, 0)
     assert plan[1].nbytes == 4 * 2492
-    told = (
+    results = (
         "blocks.0: 2,492 float32 elements of 11 parameters, 4 x 623 with 0 of padding"
     )
-    assert str(plan[1]) == told
+    assert str(plan[1]) == results
 
 
 def test_types_frozen_and_shared_parameters():
     plan = unit_plan(Odd(), 3)
-    told = names(plan)
-    assert told["root"] == {
+    results = names(plan)
+    assert results["root"] == {
         "embed.weight",
         "layers.0.shared",  # of all layers
         "head.bias",
     }
-    assert told["layers.1.float64"] == {
+    assert results["layers.1.float64"] == {
         "layers.1.precise.weight",
         "layers.1.precise.bias",
     }
     frozen = {"layers.1.frozen.weight", "layers.1.frozen.bias"}
-    assert told["layers.1.float32.frozen"] == frozen
+    assert results["layers.1.float32.frozen"] == frozen
     trainable = {f.name: f.trainable for unit in plan for f in unit.flats}
     assert [name for name, on in trainable.items() if not on] == [
         f"layers.{k}.float32.frozen" for k in range(3)
@@ -88,31 +88,34 @@ def test_no_unit_of_this_model():
 
 
 def ahead(order: Order, forward: list[int], backward: list[int]) -> tuple[list, list]:
-    there = [order.begin_forward(), *(order.forward(unit) for unit in forward)]
+    onward = [order.begin_forward(), *(order.forward(unit) for unit in forward)]
     order.end_forward()
-    return there, [order.begin_backward(), *(order.backward(unit) for unit in backward)]
+    return onward, [
+        order.begin_backward(),
+        *(order.backward(unit) for unit in backward),
+    ]
 
 
 def test_what_is_gathered_ahead():
     order = Order([1, 2, 3], 1)
-    there, back = ahead(order, [1, 2, 3], [3, 2, 1])
-    assert there == [[1], [2], [3], []]
+    onward, back = ahead(order, [1, 2, 3], [3, 2, 1])
+    assert onward == [[1], [2], [3], []]
     assert back == [[3], [2], [1], []]
     assert ahead(Order([1, 2, 3], 0), [1, 2, 3], [3, 2, 1]) == ([[]] * 4, [[]] * 4)
-    there, back = ahead(Order([1, 2, 3], 2), [1, 2, 3], [3, 2, 1])
-    assert there == [[1, 2], [2, 3], [3], []]
+    onward, back = ahead(Order([1, 2, 3], 2), [1, 2, 3], [3, 2, 1])
+    assert onward == [[1, 2], [2, 3], [3], []]
     assert back == [[3, 2], [2, 1], [1], []]
 
 
 def test_the_order_is_learnt_and_a_unit_may_be_used_twice():
     order = Order([1, 2, 3], 1)
-    there, back = ahead(order, [3, 1, 2, 1], [1, 2, 1, 3])
-    assert there == [[1], [], [], [], []]  # the guess was wrong
+    onward, back = ahead(order, [3, 1, 2, 1], [1, 2, 1, 3])
+    assert onward == [[1], [], [], [], []]  # the guess was wrong
     assert back == [[1], [2], [1], [3], []]
-    there, _ = ahead(order, [3, 1, 2, 1], [])
-    assert there == [[3], [1], [2], [1], []]
-    there, back = ahead(order, [3, 1], [1, 3, 1, 3])  # it ends earlier; two backwards
-    assert there == [[3], [1], [2]]
+    onward, _ = ahead(order, [3, 1, 2, 1], [])
+    assert onward == [[3], [1], [2], [1], []]
+    onward, back = ahead(order, [3, 1], [1, 3, 1, 3])  # it ends earlier; two backwards
+    assert onward == [[3], [1], [2]]
     assert back == [[1], [3], [], [3], []]
     assert order.units == [3, 1]
     assert order.backward(7) == []  # never seen in forward

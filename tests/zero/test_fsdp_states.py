@@ -39,10 +39,10 @@ def without(state: dict) -> dict:
 
 def everything(folder: str) -> dict:
     """On every rank: what the tests below look at, in one launch."""
-    told = {"loaded": loaded(folder)}
+    results = {"loaded": loaded(folder)}
     if dist.get_world_size() == 3:
-        told |= {"groups": groups(), "fake": rank_0_only(folder)}
-    return told
+        results |= {"groups": groups(), "fake": rank_0_only(folder)}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -122,36 +122,36 @@ def test_parameter_groups_and_states_that_do_not_fit(ranks):
 
 def saved(folder: str) -> dict:
     """On every rank: train for 2 steps, save, train for 2 more; return both states."""
-    told = {}
+    results = {}
     for case in CASES:
         module, optimizer = sharded(*case)
         run(module, optimizer, range(2))
         sharded_checkpoint.save(f"{folder}/{'-'.join(case)}", module, optimizer)
         middle = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
         run(module, optimizer, range(2, 4))
-        told[case] = middle, module.full_state_dict()
+        results[case] = middle, module.full_state_dict()
     module, _ = sharded(*CASES[0])
     sharded_checkpoint.save(f"{folder}/without", module)
-    return told
+    return results
 
 
 def loaded(folder: str) -> dict:
     """On every rank: load, go on for 2 steps; return both states."""
-    told = {}
+    results = {}
     for case in CASES:
         module, optimizer = sharded(*case, units=[] if case == CASES[1] else None)
         optimizer.param_groups[0]["lr"] = 123.0
         sharded_checkpoint.load(f"{folder}/{'-'.join(case)}", module, optimizer)
         middle = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
         run(module, optimizer, range(2, 4))
-        told[case] = middle, module.full_state_dict()
-    told["errors"] = {
+        results[case] = middle, module.full_state_dict()
+    results["errors"] = {
         "no folder": refusal(f"{folder}/nothing", *sharded(*CASES[0])),
         "no optimizer": refusal(f"{folder}/without", *sharded(*CASES[0])),
         "model": refusal(f"{folder}/odd-sgd", *sharded(*CASES[0])),
         "groups": refusal(f"{folder}/gpt-adamw", *in_two_groups()),
     }
-    return told
+    return results
 
 
 def in_two_groups():
@@ -163,9 +163,9 @@ def in_two_groups():
 
 def refusal(folder: str, module, optimizer) -> str:
     before = module.full_state_dict()
-    told = error_of(lambda: sharded_checkpoint.load(folder, module, optimizer))
+    error = error_of(lambda: sharded_checkpoint.load(folder, module, optimizer))
     assert same(before, module.full_state_dict())
-    return told
+    return error
 
 
 def rank_0_only(folder: str) -> bool:
@@ -186,11 +186,11 @@ def rank_0_only(folder: str) -> bool:
 
 
 def test_saved_on_4_ranks_and_loaded_on_4_3_and_1(ranks, saved_on_4):
-    n, (_, told) = len(ranks), saved_on_4
+    n, (_, results) = len(ranks), saved_on_4
     for rank in (rank["loaded"] for rank in ranks):
         errors = rank["errors"]
         for case in CASES:
-            middle, after = told[case]
+            middle, after = results[case]
             assert same(middle[0], rank[case][0][0]), (n, case)
             assert same(middle[1], rank[case][0][1]), (n, case)
             exactly = n == 4 and case != CASES[1]  # that one has other units

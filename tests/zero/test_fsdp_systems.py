@@ -77,14 +77,14 @@ SENDERS = {
 
 def sent() -> dict[str, tuple[int, int, int]]:
     """On every rank: bytes sent in a step, by the meter and by the system; messages."""
-    told = {}
+    results = {}
     for name, wrap in SENDERS.items():
         step, _ = stepping(wrap(build_gpt(GPT)))
         step()
         with ByteMeter() as meter, SystemBytes() as system:
             step()
-        told[name] = meter.total_sent, system.written, meter.total_messages
-    return told
+        results[name] = meter.total_sent, system.written, meter.total_messages
+    return results
 
 
 # ---- bytes kept ----------------------------------------------------------------------
@@ -97,7 +97,7 @@ def kept() -> dict[str, object]:
     wraps |= {"no prefetch": lambda m: Ours(m, prefetch=0)}
     wraps |= {"kept by a view": KeptByAView, "all at once": EverythingAtOnce}
     gc.collect()  # a sharded module and its hooks know each other
-    told = {}
+    results = {}
     for name, wrap in wraps.items():
         with MemoryLog() as log:  # from before the model: it sees all memory
             sharded = wrap(build_gpt(GPT))
@@ -109,10 +109,10 @@ def kept() -> dict[str, object]:
         peak = max((m.ledger for m in moments), key=lambda ledger: ledger.total)
         buffers = max(m.ledger["communication buffers"] for m in moments)
         between = resident(sharded, optimizer)
-        told[name] = between, peak.total, buffers
+        results[name] = between, peak.total, buffers
         del sharded, step, optimizer, log, moments
         gc.collect()
-    return told
+    return results
 
 
 N = 3  # sizes do not divide
@@ -124,7 +124,7 @@ def test_bytes_sent_are_those_of_the_formula(measured):
     one = (n - 1) * sum(unit.nbytes for unit in plan) // n  # of each gather or reduce
     root = (n - 1) * plan[0].nbytes // n
     for rank in measured["sent"]:
-        metered = {name: told[0] for name, told in rank.items()}
+        metered = {name: result[0] for name, result in rank.items()}
         assert metered["ours"] == metered["simple"] == 3 * one
         assert metered["root stays"] == 3 * one - root
         assert metered["all stay"] == 2 * one
@@ -172,7 +172,7 @@ def test_between_steps_each_rank_keeps_its_part_and_the_peak_is_computed(measure
         assert rank["ours"][1] < rank["naive"][1] - block
         assert rank["ours"][1] <= 1.05 * rank["fully_shard"][1]
         # The fakes: what they keep is seen.
-        between = {name: told[0].total for name, told in rank.items()}
+        between = {name: result[0].total for name, result in rank.items()}
         assert between["replicated"] > between["ours"] + n * shards - 1
         assert rank["kept by a view"][1] > rank["ours"][1] + n * shards
         assert rank["all at once"][2] > rank["ours"][2] + block
@@ -239,14 +239,14 @@ def hidden(events) -> float:
 
 def check_order(rank: dict[str, list]) -> None:
     """What is launched when, as one rank has recorded it."""
-    there = [f"gather {unit}" for unit in ("root", 1, 2, 3, 4)]
-    back = [there[0], there[4], there[3], "reduce 4", there[2], "reduce 3"]
-    back += [there[1], "reduce 2", "reduce 1", "reduce root"]
-    assert launches(rank["ours"]) == there + back
-    assert launches(rank["no prefetch"])[:5] == there
-    assert launches(rank["no prefetch"])[5:8] == [there[0], there[4], "reduce 4"]
-    assert launches(rank["far ahead"])[5:9] == [there[k] for k in (0, 4, 3, 2)]
-    assert launches(rank["all at once"])[:5] == there
+    gathers = [f"gather {unit}" for unit in ("root", 1, 2, 3, 4)]
+    back = [gathers[0], gathers[4], gathers[3], "reduce 4", gathers[2], "reduce 3"]
+    back += [gathers[1], "reduce 2", "reduce 1", "reduce root"]
+    assert launches(rank["ours"]) == gathers + back
+    assert launches(rank["no prefetch"])[:5] == gathers
+    assert launches(rank["no prefetch"])[5:8] == [gathers[0], gathers[4], "reduce 4"]
+    assert launches(rank["far ahead"])[5:9] == [gathers[k] for k in (0, 4, 3, 2)]
+    assert launches(rank["all at once"])[:5] == gathers
     for k in range(1, LAYERS):
         for name in ("ours", "far ahead"):
             gather = launched(rank[name], f"{k + 1}")

@@ -53,7 +53,7 @@ def gradients(sharded: nn.Module) -> dict[str, torch.Tensor]:
 
 def forwards_and_backwards() -> dict[str, object]:
     """On every rank: gradients after passes of several kinds, and what is kept."""
-    told: dict[str, object] = {}
+    results: dict[str, object] = {}
 
     def fresh(**options):
         return Ours(build_gpt(GPT, 0), **options)
@@ -64,19 +64,19 @@ def forwards_and_backwards() -> dict[str, object]:
         a, b = two(*mine(0))[1], two(*mine(1))[1]
         a.backward()
         b.backward()
-        told["one after the other", reshard] = gradients(two)
+        results["one after the other", reshard] = gradients(two)
         summed = fresh(**options)
         (summed(*mine(0))[1] + summed(*mine(1))[1]).backward()
-        told["their sum", reshard] = gradients(summed)
+        results["their sum", reshard] = gradients(summed)
         twice = fresh(**options)
         loss = twice(*mine(0))[1] + twice(*mine(1))[1]
         loss.backward(retain_graph=True)
         twice.zero_grad()
         loss.backward()
-        told["a graph twice", reshard] = gradients(twice)
+        results["a graph twice", reshard] = gradients(twice)
         with torch.no_grad():
             value = twice(*mine(0))[1]
-        told["no_grad", reshard] = (
+        results["no_grad", reshard] = (
             float(value),
             resident(twice)["communication buffers"],
         )
@@ -84,8 +84,8 @@ def forwards_and_backwards() -> dict[str, object]:
         optimizer = torch.optim.SGD(twice.parameters(), lr=0.5)
         optimizer.step()
         with torch.no_grad():
-            told["after a step", reshard] = float(twice(*mine(0))[1])
-    return told
+            results["after a step", reshard] = float(twice(*mine(0))[1])
+    return results
 
 
 def test_passes_of_all_kinds_add_up(two_ranks):
@@ -97,9 +97,9 @@ def test_passes_of_all_kinds_add_up(two_ranks):
     torch.optim.SGD(plain.parameters(), lr=0.5).step()
     with torch.no_grad():
         after = float(plain(*batch(0))[1])
-    told = two_ranks["forwards_and_backwards"]
-    for how, reshard in told[0]:
-        got = [rank[how, reshard] for rank in told]
+    results = two_ranks["forwards_and_backwards"]
+    for how, reshard in results[0]:
+        got = [rank[how, reshard] for rank in results]
         if how == "no_grad":
             assert abs(sum(v for v, _ in got) / 2 - value) < 1e-5
             assert all(buffers == 0 for _, buffers in got)
@@ -144,15 +144,15 @@ class Chain(nn.Module):
 
 
 def passed() -> dict:
-    x, told = torch.arange(20.0).view(4, 5) / 10, {}
+    x, results = torch.arange(20.0).view(4, 5) / 10, {}
     for kind in ("in place", "input", "views"):
         for cls in (Ours, Simple):
             sharded = cls(Chain(kind))
             for _ in range(2):
                 sharded.zero_grad()
                 sharded(x).square().sum().backward()
-            told[kind, cls.__name__] = gradients(sharded)
-    return told
+            results[kind, cls.__name__] = gradients(sharded)
+    return results
 
 
 def test_a_unit_may_return_its_input_or_change_it(two_ranks):
@@ -165,20 +165,20 @@ def test_a_unit_may_return_its_input_or_change_it(two_ranks):
 
 
 def parts() -> dict[str, object]:
-    told = {}
+    results = {}
     me, x = dist.get_rank(), torch.ones(2, 3)
     sharded = Ours(Branches())
     sum(out.sum() for out in sharded(x, [0, 2])).backward()
-    told["unused"] = without_gradient(sharded)
+    results["unused"] = without_gradient(sharded)
     sharded.zero_grad()
     outputs = sharded(x, [2, 1, 0])
     outputs[0].sum().backward()  # one of the outputs; the others lead nowhere
-    told["one output"] = without_gradient(sharded)
-    told["free again"] = resident(sharded)["communication buffers"]
-    told["input"] = input_gradient(sharded)
-    told["another order"] = error_of(lambda: sharded(x, [me, 1 - me]))
-    told["and then"] = error_of(lambda: sharded(x, [0, 1]))
-    return told
+    results["one output"] = without_gradient(sharded)
+    results["free again"] = resident(sharded)["communication buffers"]
+    results["input"] = input_gradient(sharded)
+    results["another order"] = error_of(lambda: sharded(x, [me, 1 - me]))
+    results["and then"] = error_of(lambda: sharded(x, [0, 1]))
+    return results
 
 
 def without_gradient(sharded: nn.Module) -> set[str]:
@@ -297,33 +297,33 @@ def failures() -> dict[str, object]:
     torch.manual_seed(0)
     model = nn.Sequential(*(Failing() for _ in range(4)))
     sharded = Ours(model, units=["0", "1", "2", "3"], prefetch=2)
-    x, told = torch.ones(2, 3), {}
+    x, results = torch.ones(2, 3), {}
     want = sharded(x).sum()
     want.backward()
     clean = gradients(sharded)
     for when in ("forward", "in place", "backward"):
         sharded.zero_grad()
         model[1].fails = when
-        told[when] = error_of(lambda: sharded(x).sum().backward())
+        results[when] = error_of(lambda: sharded(x).sum().backward())
         model[1].fails = ""
         sharded.zero_grad()
         sharded(x).sum().backward()
-        told[when, "then"] = all(
+        results[when, "then"] = all(
             torch.equal(g, clean[name]) for name, g in gradients(sharded).items()
         )
-    told["patience"] = [*model[1].seen, policies()]
+    results["patience"] = [*model[1].seen, policies()]
     weight = model[1].inner.weight
-    told["shape"] = weight.shape, weight.requires_grad
-    told["sum"] = error_of(lambda: weight.sum())
-    told["times"] = error_of(lambda: torch.matmul(x, model[1].inner.weight))
-    told["inner state_dict"] = error_of(model.state_dict)
+    results["shape"] = weight.shape, weight.requires_grad
+    results["sum"] = error_of(lambda: weight.sum())
+    results["times"] = error_of(lambda: torch.matmul(x, model[1].inner.weight))
+    results["inner state_dict"] = error_of(model.state_dict)
     piece = dict(sharded.named_parameters())["1.inner.weight"]
-    told["piece"] = placed(piece), piece.shape, piece.grad.shape
-    told["again"] = error_of(lambda: Ours(model))
-    told["to"] = error_of(lambda: sharded.to(torch.float64))
-    told["state_dict"] = error_of(sharded.state_dict)
-    told["names"] = [name for name, _ in sharded.named_parameters()]
-    return told
+    results["piece"] = placed(piece), piece.shape, piece.grad.shape
+    results["again"] = error_of(lambda: Ours(model))
+    results["to"] = error_of(lambda: sharded.to(torch.float64))
+    results["state_dict"] = error_of(sharded.state_dict)
+    results["names"] = [name for name, _ in sharded.named_parameters()]
+    return results
 
 
 def test_after_an_error_all_is_well_and_freed_parameters_say_so(two_ranks):
@@ -387,24 +387,26 @@ def by_dims(sharded: nn.Module) -> torch.optim.Optimizer:
 
 
 def misused() -> dict[str, str]:
-    x, told = torch.ones(2, 3), {}
+    x, results = torch.ones(2, 3), {}
     optim = torch.optim
     for kind in (optim.LBFGS, optim.Adafactor, optim.AdamW, optim.Adagrad):
-        told[kind.__name__] = optimizer_error(lambda s, kind=kind: kind(s.parameters()))
-    told["by dims"] = optimizer_error(by_dims)
+        results[kind.__name__] = optimizer_error(
+            lambda s, kind=kind: kind(s.parameters())
+        )
+    results["by dims"] = optimizer_error(by_dims)
     sharded = Ours(Returning())
     sgd = optim.SGD(sharded.parameters(), lr=0.1)
     error_of(lambda: sharded(x).sum().backward(inputs=list(sharded.parameters())))
-    told["inputs"] = error_of(sgd.step)
+    results["inputs"] = error_of(sgd.step)
     for kind in ("bias", "row", "space"):
-        told[kind] = error_of(lambda kind=kind: Ours(Returning(kind))(x))
+        results[kind] = error_of(lambda kind=kind: Ours(Returning(kind))(x))
     for ddp in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
-        told[ddp.__module__] = error_of(lambda ddp=ddp: Ours(ddp(Returning())))
+        results[ddp.__module__] = error_of(lambda ddp=ddp: Ours(ddp(Returning())))
     torch.manual_seed(0)
-    told["method"] = float((Ours(Returning()).halved(x)).sum().detach())
+    results["method"] = float((Ours(Returning()).halved(x)).sum().detach())
     torch.manual_seed(0)
-    told["plain method"] = float(Returning().halved(x).sum().detach())
-    return told | {"kind": Ours(Returning()).kind}
+    results["plain method"] = float(Returning().halved(x).sum().detach())
+    return results | {"kind": Ours(Returning()).kind}
 
 
 def test_what_would_be_wrong_in_silence_is_refused(two_ranks):
@@ -433,9 +435,9 @@ def one_sided() -> str:
 
 
 def test_a_unit_that_one_rank_does_not_need_is_explained():
-    for told in spawn(one_sided, world_size=2, output="none"):
-        assert told.startswith("CollectiveError: "), told
-        assert "If one rank's loss does not depend on a unit" in told
+    for result in spawn(one_sided, world_size=2, output="none"):
+        assert result.startswith("CollectiveError: "), result
+        assert "If one rank's loss does not depend on a unit" in result
 
 
 # ---- recomputation -------------------------------------------------------------------
@@ -443,7 +445,7 @@ def test_a_unit_that_one_rank_does_not_need_is_explained():
 
 def recomputed() -> dict[str, object]:
     """On every rank: gradients, bytes sent and buffers kept, by ways to recompute."""
-    told = {}
+    results = {}
 
     class Checkpointed(nn.Module):
         """PyTorch's, around each block as a module with its hooks."""
@@ -475,10 +477,10 @@ def recomputed() -> dict[str, object]:
             with ByteMeter() as meter:
                 call(*mine())[1].backward()
         buffers = resident(sharded)["communication buffers"]
-        told[name] = gradients(sharded), meter.total_sent, buffers
-        shorter = {k.removeprefix("gpt."): g for k, g in told[name][0].items()}
-        told[name] = shorter, *told[name][1:]
-    return told
+        results[name] = gradients(sharded), meter.total_sent, buffers
+        shorter = {k.removeprefix("gpt."): g for k, g in results[name][0].items()}
+        results[name] = shorter, *results[name][1:]
+    return results
 
 
 def test_recomputation_takes_the_same_gradients_and_gathers(two_ranks):
@@ -505,7 +507,7 @@ def in_bf16(reduce_dtype, ours: bool):
 
 
 def mixed() -> dict:
-    told = {}
+    results = {}
     for reduce_dtype in (None, torch.float32):
         for ours in (True, False):
             plain = build_gpt(GPT, 0)
@@ -520,10 +522,10 @@ def mixed() -> dict:
                 losses.append(float(loss))
             state = whole_state(sharded)
             dtypes = {logits.dtype} | {p.dtype for p in sharded.parameters()}
-            told[reduce_dtype, ours] = losses, state, dtypes
+            results[reduce_dtype, ours] = losses, state, dtypes
     cast = Ours(nn.Linear(3, 3), compute_dtype=torch.bfloat16)
-    told["input"] = cast(torch.ones(2, 3)).dtype
-    return told
+    results["input"] = cast(torch.ones(2, 3)).dtype
+    return results
 
 
 def test_mixed_precision_is_that_of_fully_shard(two_ranks):
@@ -558,13 +560,13 @@ def offloaded() -> list:
     (unit,) = unit_plan(nn.Linear(2, 2), 1)
     parameters = dict(nn.Linear(2, 2).named_parameters())
     flat = Unpinned(unit.flats[0], parameters, exchange)
-    buffer, told = torch.arange(6.0), []
+    buffer, found = torch.arange(6.0), []
     for _ in range(2):
         flat.add_gradient(buffer)
         settle()
         buffer.fill_(1.0)
-        told.append(flat.pieces["weight"].grad.flatten().tolist())
-    return told
+        found.append(flat.pieces["weight"].grad.flatten().tolist())
+    return found
 
 
 def test_offloaded_gradients_are_copied_home_and_added(two_ranks):

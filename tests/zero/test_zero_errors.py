@@ -37,8 +37,8 @@ def constructions(odd: bool) -> dict:
 
     def one(params=None, cls=Stage1, of=SGD, **more):
         of_sgd = {"lr": 0.1} if of is SGD else {}
-        given = linear(3, 3) if params is None else params
-        return lambda: cls(given, of, **{**of_sgd, **more})
+        params_ = linear(3, 3) if params is None else params
+        return lambda: cls(params_, of, **{**of_sgd, **more})
 
     return {
         "*ranks differ*0 is float32 [4, 3] on cpu, requires_grad=True on ranks "
@@ -200,14 +200,14 @@ OTHERS = {"ours": OurDDP, "torch": DDP, "views": lambda m: DDP(
 
 
 def in_training() -> dict[str, str]:
-    told = {words: error_of(call) for words, call in IN_TRAINING.items()}
+    error = {words: error_of(call) for words, call in IN_TRAINING.items()}
     for other, wrap in OTHERS.items():
         for name, make in {"1": Stage1, "2": Stage2}.items():
             for before in (True, False):
-                told[f"{other} {name} {before}"] = error_of(
+                error[f"{other} {name} {before}"] = error_of(
                     lambda w=wrap, m=make, b=before: with_another(w, m, before=b)
                 )
-    return told
+    return error
 
 
 def test_wrong_steps_are_refused_on_every_rank(three_ranks):
@@ -343,51 +343,53 @@ def going_well() -> dict:
 
 def test_errors_checkpoints_groups_and_closures(three_ranks):
     for rank in three_ranks["going_well"]:
-        for way, told in rank.items():
+        for way, result in rank.items():
             for name in ("Stage1", "Stage2"):
-                assert same(told[name], told["Plain"], rtol=1e-5, atol=1e-6), way
+                assert same(result[name], result["Plain"], rtol=1e-5, atol=1e-6), way
 
 
 def other_things() -> dict[str, object]:
-    told = {}
+    results = {}
     model, opt = small()
     kept = weakref.ref(opt.reducer), weakref.ref(opt.engine)
     step(model, opt)
     gc.collect()
     gc.disable()
     del opt
-    told["gone with the optimizer"] = all(ref() is None for ref in kept)
+    results["gone with the optimizer"] = all(ref() is None for ref in kept)
     gc.enable()
     again = Stage1(model.parameters(), AdamW)  # as one does in a notebook
     step(model, again)
     old = [p.detach().clone() for p in model.parameters()]
     out = model(x()).square().sum()
     step(model, again)
-    told["step is seen"] = error_of(lambda: out.backward()).startswith("RuntimeError")
-    told["changed"] = not any(map(torch.equal, old, model.parameters()))
+    results["step is seen"] = error_of(lambda: out.backward()).startswith(
+        "RuntimeError"
+    )
+    results["changed"] = not any(map(torch.equal, old, model.parameters()))
     for make in (Naive, Stage1, Stage2):  # fewer elements than ranks
         tiny = nn.Parameter(torch.ones(2))
         few = make([tiny], SGD, lr=0.5)
         (tiny * torch.tensor([1.0, -1.0])).sum().backward()
         few.step()
-        told[f"few, {make.__name__}"] = tiny.tolist() == [0.5, 1.5]
+        results[f"few, {make.__name__}"] = tiny.tolist() == [0.5, 1.5]
     model = Odd()
     mine, theirs = Stage1(model.parameters(), AdamW), AdamW(Odd().parameters())
-    told["groups"] = [*mine.param_groups[0]] == [*theirs.param_groups[0]]
-    told["defaults"] = mine.defaults == theirs.defaults
+    results["groups"] = [*mine.param_groups[0]] == [*theirs.param_groups[0]]
+    results["defaults"] = mine.defaults == theirs.defaults
     model = Odd(one_type=True)
     dealt = pytorchs(model.parameters(), AdamW)._partition_parameters()
     owners = deal([p.numel() for p in model.parameters()], [0] * dist.get_world_size())
-    told["dealt as PyTorch deals"] = all(
+    results["dealt as PyTorch deals"] = all(
         any(p is q for group in dealt[owner] for q in group["params"])
         for p, owner in zip(model.parameters(), owners, strict=True)
     )
-    return told
+    return results
 
 
 def with_whole_tensors() -> list:
     """Train with optimizers that look at whole tensors, as one process does."""
-    told = []
+    found = []
     for of in (Adafactor, torch.optim.Muon):
         for alone in (False, True):
             model = small()[0]
@@ -401,18 +403,18 @@ def with_whole_tensors() -> list:
                     loss = model(torch.randn(2, 3, generator=generator)).square().sum()
                     (loss / len(ranks)).backward()
                 opt.step()
-            told.append([p.detach() for p in matrices])
-    return told
+            found.append([p.detach() for p in matrices])
+    return found
 
 
 def test_optimizers_of_whole_tensors(three_ranks):
-    for told in three_ranks["with_whole_tensors"]:
-        assert same(told[::2], told[1::2], rtol=1e-4, atol=1e-5)
+    for result in three_ranks["with_whole_tensors"]:
+        assert same(result[::2], result[1::2], rtol=1e-4, atol=1e-5)
 
 
 def test_other_things(three_ranks):
-    for told in three_ranks["other_things"]:
-        assert all(told.values()), told
+    for result in three_ranks["other_things"]:
+        assert all(result.values()), result
 
 
 three_ranks = launched(

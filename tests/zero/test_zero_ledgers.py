@@ -93,16 +93,16 @@ def kept(make) -> tuple[dict, dict, dict]:
 
 def ledgers() -> dict[str, tuple]:
     """On every rank: what is kept in each way to train."""
-    told = {}
+    results = {}
     for name, make in MAKES.items():
-        told[name] = kept(make)
+        results[name] = kept(make)
         gc.collect()  # the fakes are in cycles
     for name, make in {"naive": Naive, "plain": Replicated}.items():
         model = build_gpt(GPT)
         opt = make(model.parameters(), torch.optim.AdamW, **ADAMW)
         step(model, opt)
-        told[name] = dict(resident(model, opt))
-    return told
+        results[name] = dict(resident(model, opt))
+    return results
 
 
 def states_of(plan, rank: int) -> int:
@@ -112,8 +112,8 @@ def states_of(plan, rank: int) -> int:
 
 
 def test_what_is_kept_is_what_the_plan_says(measured):
-    told = measured["ledgers"]
-    n = len(told)
+    results = measured["ledgers"]
+    n = len(results)
     model = build_gpt(GPT)
     psi = sum(p.nbytes for p in model.parameters())
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -126,7 +126,7 @@ def test_what_is_kept_is_what_the_plan_says(measured):
     window = max(a + b for a, b in zip(sizes, sizes[1:], strict=False))
     alone = 8 * psi // 4 + 4 * len(list(model.parameters()))
     owners = deal([p.numel() for p in model.parameters()], [0] * n)
-    for rank, got in enumerate(told):
+    for rank, got in enumerate(results):
         states = states_of(plan, rank)
         # Within the padding, and the steps, of 1/N of what one process has.
         assert abs(states - 2 * psi / n) <= (8 * n + 4 * 9) * len(plan)
@@ -153,7 +153,7 @@ def test_what_is_kept_is_what_the_plan_says(measured):
         assert got["plain"]["optimizer states"] == alone
         assert got["plain"]["optimizer states"] > 1.9 * states
     pieces = sum(len(bucket.pieces(rank)) for bucket in plan for rank in range(n))
-    kept = sum(got["stage 1"][0]["optimizer states"] for got in told)
+    kept = sum(got["stage 1"][0]["optimizer states"] for got in results)
     assert kept == 2 * psi + 4 * pieces  # nothing twice, and no padding
 
 
@@ -162,7 +162,7 @@ def test_what_is_kept_is_what_the_plan_says(measured):
 
 def sent() -> dict[str, dict]:
     """On every rank: bytes and collectives of the fourth step."""
-    told = {}
+    results = {}
 
     def count(name, make, wrap=lambda model: model, **more):
         model = build_gpt("1m")
@@ -174,7 +174,7 @@ def sent() -> dict[str, dict]:
             with SystemBytes() as system:
                 step(replica, opt)
                 dist.barrier()  # for what is still being written
-        told[name] = {
+        results[name] = {
             "meter": meter.total_sent,
             "system": system.written,
             "calls": [call.op for call in calls.calls],
@@ -185,18 +185,18 @@ def sent() -> dict[str, dict]:
     count("stage 2", Stage2, bucket_cap_mb=1)
     count("pytorch", pytorchs, DDP)
     count("naive", Naive)
-    return told
+    return results
 
 
 def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(measured):
-    told = measured["sent"]
-    n = len(told)
+    results = measured["sent"]
+    n = len(results)
     model = build_gpt("1m")
     psi = sum(p.nbytes for p in model.parameters())
     plan = shard_plan(model.named_parameters(), n, 1)
     whole = sum(bucket.nbytes for bucket in plan)
     once = Fraction(n - 1, n) * whole
-    for got in told:
+    for got in results:
         for name in ("stage 1", "stage 2"):
             assert got[name]["meter"] == 2 * once, name
             assert got[name]["system"] == pytest.approx(float(2 * once), rel=0.005)
@@ -206,7 +206,7 @@ def test_what_is_sent_is_twice_the_model_and_pytorch_sends_half_as_much_again(me
             assert set(got[name]["calls"]) <= {"barrier"}
         assert set(got["pytorch"]["calls"]) >= {"all_reduce", "broadcast"}
     for name in ("pytorch", "naive"):
-        mean = sum(got[name]["system"] for got in told) / n
+        mean = sum(got[name]["system"] for got in results) / n
         assert mean == pytest.approx(3 * psi * (n - 1) / n, rel=0.01), name
 
 
@@ -228,7 +228,7 @@ def after_backward(*args, **options):
 
 def recorded() -> dict[str, list]:
     """On every rank: the events of the third backward, in several ways."""
-    told, x = {}, torch.ones(2, 4)
+    results, x = {}, torch.ones(2, 4)
     for name, make, more in (
         ("stage 1", Stage1, EACH),
         ("stage 2", Stage2, EACH),
@@ -243,13 +243,13 @@ def recorded() -> dict[str, list]:
         opt.zero_grad()
         with EventLog() as log:
             model(x).sum().backward()
-        told[name] = log.events
-    return told
+        results[name] = log.events
+    return results
 
 
 def test_communication_is_hidden_behind_backward():
-    told = spawn(recorded, world_size=2, output="none")
-    for rank in told:
+    results = spawn(recorded, world_size=2, output="none")
+    for rank in results:
         for name in ("stage 1", "stage 2"):
             assert launched_early(rank[name]) == LAYERS - 1, name
             assert overlap(rank[name], "compute", "communication") > 0, name

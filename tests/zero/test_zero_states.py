@@ -25,14 +25,14 @@ from ddp_course.launch import spawn
 
 
 def go_on(opt, model, steps, alone: bool) -> list:
-    told = []
+    found = []
     for step in steps:
         x, y = batch(step) if alone else map(share, batch(step))
         opt.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
         opt.step()
-        told.append([p.detach().clone() for p in model.parameters()])
-    return told
+        found.append([p.detach().clone() for p in model.parameters()])
+    return found
 
 
 def saved(make: Make, name: str, to: int) -> tuple:
@@ -66,8 +66,8 @@ STATEFUL += [("stage 1", name) for name in ("adamw", "amsgrad", "nadam", "lion")
 
 def all_saved() -> dict:
     to = dist.get_world_size() - 1
-    told = {(way, name): saved(MAKES[way], name, to) for way, name in STATEFUL}
-    return told | {"fake": saved(OwnStateOnly, "adamw", to)}
+    results = {(way, name): saved(MAKES[way], name, to) for way, name in STATEFUL}
+    return results | {"fake": saved(OwnStateOnly, "adamw", to)}
 
 
 def all_loaded(states: dict) -> dict:
@@ -89,17 +89,17 @@ def plain(name: str, weights, state) -> tuple[list, dict]:
 
 
 def test_one_process_and_any_number_of_ranks_go_on_from_a_state():
-    told = spawn(all_saved, world_size=3, output="none")
-    weights, state, after, _ = told[2].pop("fake")
+    results = spawn(all_saved, world_size=3, output="none")
+    weights, state, after, _ = results[2].pop("fake")
     try:
         wrong = not same(plain("adamw", weights, state)[0], after)
     except (KeyError, RuntimeError):
         wrong = True
     assert wrong, "a state of one's own shard was not seen"
     states = {}
-    for (way, name), (weights, state, after, error) in told[2].items():
+    for (way, name), (weights, state, after, error) in results[2].items():
         assert "consolidate_state_dict(to=2)" in error  # the step has made it old
-        assert told[0][way, name][1] is None
+        assert results[0][way, name][1] is None
         alone, plains = plain(name, weights, state)
         assert same(alone, after), (way, name)
         assert plains["param_groups"] == state["param_groups"] or name == "lion"
@@ -114,4 +114,4 @@ def test_one_process_and_any_number_of_ranks_go_on_from_a_state():
     for n in (2, 4):
         for rank in spawn(all_loaded, states, world_size=n, output="none"):
             for case, mine in rank.items():
-                assert same(mine, told[0][case][2]), (n, case)
+                assert same(mine, results[0][case][2]), (n, case)

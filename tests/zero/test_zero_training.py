@@ -57,25 +57,25 @@ WITH_GROUPS = {"optimizer": "momentum", "groups": True, "clip": 0.05}
 
 def everything() -> dict:
     """On every rank: train in all ways."""
-    told = {way: train(**how) for way, how in WAYS.items()}
-    told |= {(way, "groups"): train(**WAYS[way], **WITH_GROUPS) for way in IN_GROUPS}
-    told |= {(way, "pytorch"): train(**WAYS[way], one_type=True) for way in ONE_TYPE}
-    told["naive", "momentum"] = train(Naive, "momentum")
-    told["pytorch"] = train(**PYTORCHS)
-    told["pytorch", "groups"] = train(**PYTORCHS, **WITH_GROUPS)
-    told |= {("fake", name): train(**fake) for name, fake in FAKES.items()}
+    results = {way: train(**how) for way, how in WAYS.items()}
+    results |= {(way, "groups"): train(**WAYS[way], **WITH_GROUPS) for way in IN_GROUPS}
+    results |= {(way, "pytorch"): train(**WAYS[way], one_type=True) for way in ONE_TYPE}
+    results["naive", "momentum"] = train(Naive, "momentum")
+    results["pytorch"] = train(**PYTORCHS)
+    results["pytorch", "groups"] = train(**PYTORCHS, **WITH_GROUPS)
+    results |= {("fake", name): train(**fake) for name, fake in FAKES.items()}
     make = WAYS["small"]["make"]
-    told |= {("of", name): train(make, name, 3) for name in OPTIMIZERS}
-    return told
+    results |= {("of", name): train(make, name, 3) for name in OPTIMIZERS}
+    return results
 
 
 def test_the_same_training_as_one_process_and_as_pytorch():
-    told = spawn(everything, world_size=3, output="none")
+    results = spawn(everything, world_size=3, output="none")
     alone, in_groups = train(None), train(None, **WITH_GROUPS)
     assert min(in_groups.norms) > 2 * WITH_GROUPS["clip"]  # it does clip
 
     def wrong(name, oracle: Trained):
-        mine = [rank[name] for rank in told]
+        mine = [rank[name] for rank in results]
         return far_apart(mine[0], oracle) or len({bits(rank) for rank in mine}) > 1
 
     for way in WAYS:
@@ -84,7 +84,7 @@ def test_the_same_training_as_one_process_and_as_pytorch():
     for way in IN_GROUPS:
         assert not wrong((way, "groups"), in_groups), way
     for way in ONE_TYPE:
-        assert not wrong((way, "pytorch"), told[0]["pytorch"]), way
+        assert not wrong((way, "pytorch"), results[0]["pytorch"]), way
     assert not wrong(("pytorch", "groups"), train(None, **WITH_GROUPS, one_type=True))
     for name, fake in FAKES.items():
         arguments = {**fake, "make": None, "steps": 3}
@@ -139,7 +139,7 @@ def steps_of(make: Make | None, name: str, set_to_none: bool = True) -> list:
     kwargs = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
     make = make or (lambda params, cls, **defaults: cls(params, **defaults))
     opt = make(model.parameters(), SGD, **kwargs)
-    alone, told = isinstance(opt, SGD), []
+    alone, found = isinstance(opt, SGD), []
     for step in range(3):
         opt.zero_grad(set_to_none=set_to_none)
         with ExitStack() as stack:
@@ -151,8 +151,8 @@ def steps_of(make: Make | None, name: str, set_to_none: bool = True) -> list:
                     with opt.no_sync() if not sync and not alone else nullcontext():
                         (loss / n if alone else loss).backward()
         opt.step()
-        told.append([p.detach().clone() for p in model.parameters()])
-    return told
+        found.append([p.detach().clone() for p in model.parameters()])
+    return found
 
 
 SEEN_IN = {  # the planted mistakes, and the steps that tell
@@ -162,7 +162,7 @@ SEEN_IN = {  # the planted mistakes, and the steps that tell
 
 
 def adding_up() -> dict:
-    told = {}
+    results = {}
     for name, passes in STEPS.items():
         for to_none in (True, False):
             ways = {"one bucket": Stage1, "small": options(Stage1, **SMALL)}
@@ -173,24 +173,24 @@ def adding_up() -> dict:
                 for limit in (1, 2):
                     two = options(Stage2, **SMALL, buckets_in_flight=limit)
                     ways[f"stage 2, {limit}"] = two
-            told[name, to_none] = {
+            results[name, to_none] = {
                 way: steps_of(make, name, to_none) for way, make in ways.items()
             }
-    return told
+    return results
 
 
 def test_passes_add_up_and_what_is_unused_is_not_touched(three_ranks):
-    told, fakes = three_ranks["adding_up"], {fake.__name__ for fake in SEEN_IN}
-    for case in told[0]:
+    results, fakes = three_ranks["adding_up"], {fake.__name__ for fake in SEEN_IN}
+    for case in results[0]:
         oracle = steps_of(None, *case)
-        for way, mine in told[0][case].items():
+        for way, mine in results[0][case].items():
             if way in fakes:
                 assert not same(mine, oracle), (case, way)
                 continue
             assert same(mine, oracle), (case, way)
-            for rank in told:
+            for rank in results:
                 assert trained.same(mine, rank[case][way]), (case, way)
-    assert sum(way in fakes for case in told[0].values() for way in case) == 4
+    assert sum(way in fakes for case in results[0].values() for way in case) == 4
 
 
 # ---- gradients in any order, in several passes ---------------------------------------
@@ -235,7 +235,7 @@ def test_gradients_may_come_in_any_order_and_passes_add_up(three_ranks):
 
 def windows() -> dict[str, list]:
     """On every rank: how many buckets have memory at each gradient, at most."""
-    told = {}
+    results = {}
     for limit in (1, 2, 3):
         model = InAnyOrder(5)
         opt = Stage2(model.parameters(), SGD, lr=1.0, **EACH, buckets_in_flight=limit)
@@ -252,13 +252,13 @@ def windows() -> dict[str, list]:
             model(torch.ones(1, 2), ORDERS[dist.get_rank()]).sum().backward()
             opt.step()
         memory = [b.flat.untyped_storage().nbytes() for b in opt.engine.buckets]
-        told[limit] = seen, memory
-    return told
+        results[limit] = seen, memory
+    return results
 
 
 def test_no_more_buckets_than_allowed_have_memory_and_none_afterwards(three_ranks):
-    for rank, told in enumerate(three_ranks["windows"]):
-        for limit, (seen, memory) in told.items():
+    for rank, result in enumerate(three_ranks["windows"]):
+        for limit, (seen, memory) in result.items():
             assert len(seen) == 10
             assert max(opened for opened, _ in seen) <= limit
             assert memory == [0] * 5

@@ -159,7 +159,7 @@ def train(
     params = groups_of(model) if groups else model.parameters()
     opt = cls(params, **defaults) if alone else make(params, cls, **defaults)
     schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.3) if groups else None
-    told = Trained()
+    run = Trained()
     for step in range(steps):
         x, y = batch(step) if alone else map(share, batch(step))
         opt.zero_grad()
@@ -167,14 +167,14 @@ def train(
         if clip is not None:
             own = getattr(opt, "clip_grad_norm_", None)
             norm = own(clip) if own else clip_grad_norm_(model.parameters(), clip)
-            told.norms.append(float(norm))
+            run.norms.append(float(norm))
         opt.step()
         if schedule:
             schedule.step()
         named = model.named_parameters()
-        told.states.append({k: p.detach().clone() for k, p in named})
-    told.rates = [group["lr"] for group in opt.param_groups]
-    return told
+        run.states.append({k: p.detach().clone() for k, p in named})
+    run.rates = [group["lr"] for group in opt.param_groups]
+    return run
 
 
 same = partial(trained.same, rtol=1e-4, atol=1e-6)  # but for rounding

@@ -191,8 +191,8 @@ ANSWERS = answers(
         for c, chunk in enumerate(chunks):
             store.set(f"{rank}: {c}", chunk.numpy().tobytes().hex())
         solutions.ring_reduce_scatter(chunks)
-        given = [bytes.fromhex(store.get(f"{r}: {rank}").decode()) for r in range(n)]
-        return sum(torch.frombuffer(bytearray(g), dtype=chunks[0].dtype) for g in given)
+        sums = [bytes.fromhex(store.get(f"{r}: {rank}").decode()) for r in range(n)]
+        return sum(torch.frombuffer(bytearray(g), dtype=chunks[0].dtype) for g in sums)
     never_ends: still waits to receive from rank
         # Everybody receives before anybody sends.
         rank, n = dist.get_rank(), dist.get_world_size()

@@ -66,27 +66,27 @@ def who_does_what() -> dict:
     """On every rank: outputs, number of threads and process of each way."""
     n = here().topology.world_size
     batch = torch.arange(3.0 * n)
-    told = {}
+    results = {}
     for way in WAYS:
         model = Tells(n)
         outputs = torch.cat(ways_of(model, batch, n)[way]()).tolist()
         main = threading.get_ident() in model.threads
-        told[way] = outputs, len(model.threads), len(set(model.threads)), main
-    return told | {"pid": os.getpid()}
+        results[way] = outputs, len(model.threads), len(set(model.threads)), main
+    return results | {"pid": os.getpid()}
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_all_ways_do_the_same_work(n):
-    told = spawn(who_does_what, world_size=n, output="none")
+    results = spawn(who_does_what, world_size=n, output="none")
     full = [2.0 * k for k in range(3 * n)]
-    for rank in told:
+    for rank in results:
         assert rank["one after another"] == (full, n, 1, True)
         assert rank["threads"] == (full, n, n, False)
         if n > 1:  # one replica needs no thread
             assert rank["DataParallel"] == (full, n, n, False)
-    assert [x for rank in told for x in rank["processes"][0]] == full
-    assert all(rank["processes"][1:] == (1, 1, True) for rank in told)
-    assert len({rank["pid"] for rank in told}) == n
+    assert [x for rank in results for x in rank["processes"][0]] == full
+    assert all(rank["processes"][1:] == (1, 1, True) for rank in results)
+    assert len({rank["pid"] for rank in results}) == n
 
 
 def test_medians_of_pairs():

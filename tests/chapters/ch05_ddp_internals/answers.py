@@ -29,8 +29,8 @@ ANSWERS = answers(
         for p in walk:
             bucket = open_ones.setdefault(p.dtype, [])
             bucket.append(p)
-            held = sum(q.nbytes for q in bucket)
-            full = held >= (cap if p.dtype in closed_before else min(cap, first))
+            nbytes = sum(q.nbytes for q in bucket)
+            full = nbytes >= (cap if p.dtype in closed_before else min(cap, first))
             if full or p is last[p.dtype]:
                 closed_before.add(p.dtype)
                 buckets.append([names[q] for q in open_ones.pop(p.dtype)])

@@ -65,9 +65,9 @@ def test_an_overlap_is_one():
     ends = [run.lanes[0].blocks[-1].end for run in (flat, bucketed)]
     three = sum(b.end - b.start for b in sent[1][:3])
     assert ends[0] - ends[1] == pytest.approx(three)
-    told = overlapped().description
-    assert "network: bucket 0 bucket 1 bucket 2 bucket 3" in told
-    assert "layer 0 waits update; network: all gradients." in told
+    text = overlapped().description
+    assert "network: bucket 0 bucket 1 bucket 2 bucket 3" in text
+    assert "layer 0 waits update; network: all gradients." in text
 
 
 test_what_cannot_be_drawn = refused(

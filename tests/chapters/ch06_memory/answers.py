@@ -25,12 +25,12 @@ ANSWERS = answers(
             for kind, tensors in kinds.items()
         }
     my_ledger_in_one_loop:
-        told = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
+        ledger = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
         seen = set()
 
         def add(kind, tensor):
             place = kind, tensor.untyped_storage().data_ptr()
-            told[kind] += (place not in seen) * tensor.untyped_storage().nbytes()
+            ledger[kind] += (place not in seen) * tensor.untyped_storage().nbytes()
             seen.add(place)
 
         for parameter in model.parameters():
@@ -41,7 +41,7 @@ ANSWERS = answers(
                 for state in optimizer.state[parameter].values():
                     if hasattr(state, "untyped_storage"):
                         add("optimizer states", state)
-        return told
+        return ledger
     looks_up_every_state: makes an empty one
         optimizer.state.values() => [optimizer.state[p] for p in parameters]
     of_half_of_the_types: Not every number has four bytes
@@ -77,11 +77,11 @@ ANSWERS = answers(
     only_the_total: expected a dictionary
         return sum(p.nbytes for p in model.parameters())
     makes_gradients: other gradients or states than before
-        told = solutions.my_ledger(model, optimizer)
+        ledger = solutions.my_ledger(model, optimizer)
         for parameter in model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return told
+        return ledger
     """,
     largest_batch="""
     largest_batch_by_trying:

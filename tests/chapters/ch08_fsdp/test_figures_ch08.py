@@ -24,10 +24,10 @@ def faults(ops):
     """What is wrong with a schedule, in words."""
     whole = [op for op in ops if op.op == "whole"]
     for op in (op for op in ops if op.op in ("forward", "backward")):
-        held = [w for w in whole if w.unit == op.unit]
-        if not any(w.start <= op.start and op.end <= w.end for w in held):
+        gathered = [w for w in whole if w.unit == op.unit]
+        if not any(w.start <= op.start and op.end <= w.end for w in gathered):
             yield f"unit {op.unit} is not whole in its {op.op}"
-        for w in held:
+        for w in gathered:
             if w.start <= op.start and op.end <= w.end:
                 gathers = [g for g in ops if g.op == "all-gather" and g.unit == op.unit]
                 if not any(w.start <= g.start and g.end <= op.start for g in gathers):

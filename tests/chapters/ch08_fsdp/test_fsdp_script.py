@@ -68,11 +68,11 @@ def ranks(folders):
         2: {"2": (folders / "2", 2, 16)}
         | {name: (folders / name, 2, 16, *MISTAKES[name]) for name in MISTAKES},
     }
-    told = {}
+    results = {}
     for n, some in cases.items():
         all_ranks = spawn(run_each, some, world_size=n, **CPU)
-        told |= {name: [rank[name] for rank in all_ranks] for name in some}
-    return told
+        results |= {name: [rank[name] for rank in all_ranks] for name in some}
+    return results
 
 
 def close(a, b):
@@ -107,9 +107,9 @@ def test_the_file_itself_where_ranks_are_told_what_torchrun_tells(tmp_path):
         sys.argv = [FILE, "--epochs=2", f"--checkpoints={tmp_path}"]
         runpy.run_path(FILE, run_name="__main__")
 
-    told = spawn(as_a_program, world_size=2, init=False, check=False, **CPU)
-    assert [rank.status for rank in told] == ["ok", "ok"], told
-    assert not told[1].output  # one rank speaks
-    for epoch, line in enumerate(told[0].output.splitlines()):
+    results = spawn(as_a_program, world_size=2, init=False, check=False, **CPU)
+    assert [rank.status for rank in results] == ["ok", "ok"], results
+    assert not results[1].output  # one rank speaks
+    for epoch, line in enumerate(results[0].output.splitlines()):
         assert line.startswith(f"epoch {epoch}: mean loss ")
     assert {path.name for path in tmp_path.iterdir()} == {"000001", "000002"}

@@ -228,11 +228,11 @@ ANSWERS = answers(
             op, stage, k = _parts(action)
             count = sum(a.startswith(f"{stage}{op}") for a in done)
             near = stage - 1 if op == "F" else stage + 1
-            there = sum(a.startswith(f"{near}{op}") for a in done)
+            finished = sum(a.startswith(f"{near}{op}") for a in done)
             if op == "F":
-                return stage == 0 or there > count
+                return stage == 0 or finished > count
             own = sum(a.startswith(f"{stage}F") for a in done) > count
-            return own and (stage == last or there > count)
+            return own and (stage == last or finished > count)
 
         return _walk(rows, can_run)
     """,

@@ -11,6 +11,6 @@ test_the_layout = laid_out(two_orders)
 
 def test_the_opening_of_chapter_11_does_not_tell_what_is_to_be_predicted():
     drawing = two_orders()
-    told = " ".join([*words(drawing), drawing.description])
-    assert not re.search(r"%|keeps|bubble \d|1F1B|27\.3", told)
+    text = " ".join([*words(drawing), drawing.description])
+    assert not re.search(r"%|keeps|bubble \d|1F1B|27\.3", text)
     assert "GPipe" in words(drawing) and "Zero bubble (ZB-H1)" in words(drawing)

@@ -20,14 +20,14 @@ test_the_layout = laid_out(
 
 
 def test_what_the_timelines_say():
-    told = two_ways().description
-    assert "rank 1: 0 waits 1 waits" in told.partition("Asynchronous")[0]
-    assert "waits" not in told.partition("Asynchronous")[2]
+    text = two_ways().description
+    assert "rank 1: 0 waits 1 waits" in text.partition("Asynchronous")[0]
+    assert "waits" not in text.partition("Asynchronous")[2]
     assert "dropped" in words(waiting("backup"))
     assert "updates by 12" in waiting("bounded", 4, 3).description
     record = simulate_run(ASYNCHRONOUS, [0.1, 0.1, 0.4], 20)
-    told = timelines({"as it was": record}, 400, unit=1000).description
-    assert told.startswith("as it was: 9 updates by 400. rank 1: 0 1 2 3; rank 2: 0")
+    text = timelines({"as it was": record}, 400, unit=1000).description
+    assert text.startswith("as it was: 9 updates by 400. rank 1: 0 1 2 3; rank 2: 0")
 
 
 RUN = {"waits": [(0, 0.0, 4.0), (5, 2.0, 3.5)], "goes on": [(0, 0, 4.0), (9, 2, 3.7)]}

@@ -96,11 +96,11 @@ ANSWERS = answers(
         ready = [sum(backward[k:]) for k in range(len(send))]
         left, now, ends = list(send), 0, list(ready)
         while any(left):
-            there = [k for k, rest in enumerate(left) if rest and ready[k] <= now]
+            waiting = [k for k, rest in enumerate(left) if rest and ready[k] <= now]
             now += 1
-            if there:
-                left[there[0]] -= 1
-                ends[there[0]] = now
+            if waiting:
+                left[waiting[0]] -= 1
+                ends[waiting[0]] = now
         now = ready[0]
         for k, took in enumerate(forward):
             now = max(now, ends[k]) + took

@@ -20,20 +20,20 @@ test_the_layout = laid_out(two_orders, (step, itertools.product(POLICIES, (0, 1,
 
 
 def test_what_the_steps_say():
-    told = two_orders().description
-    assert "sends: send 2 send 1 send 0. What" in told  # in the order of backward
-    assert told.endswith("sends: send 2 send 1 send 0 send 1 send 2.")
-    played = {
+    text = two_orders().description
+    assert "sends: send 2 send 1 send 0. What" in text  # in the order of backward
+    assert text.endswith("sends: send 2 send 1 send 0 send 1 send 2.")
+    simulated = {
         "one": simulate_step(LAYERS, WAIT_FOR_ALL),
         "two": simulate_step(LAYERS, priority(1)),
     }
-    drawn = steps(played, path=True)
+    drawn = steps(simulated, path=True)
     assert drawn.description.startswith("one: 18 in all. computes: backward 3")
     assert drawn.description.endswith(
         "longest: backward 3 backward 2 backward 1 backward 0 send 0 send 1 send 2 "
         "send 3 forward 3."
     )
-    assert steps(played, unit=10).description.startswith("one: 180 in all.")
+    assert steps(simulated, unit=10).description.startswith("one: 180 in all.")
     with pytest.raises(ValueError, match="no steps"):
         steps({})
 

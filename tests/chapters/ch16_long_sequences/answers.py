@@ -153,9 +153,9 @@ ANSWERS = answers(
             for place in np.ndindex(*x.shape):
                 moved = [y.clone() for y in tensors]
                 moved[k][place] += 1e-6
-                there = (function(*moved) * weights).sum()
+                upper = (function(*moved) * weights).sum()
                 moved[k][place] -= 2e-6
-                slopes[place] = (there - (function(*moved) * weights).sum()) / 2e-6
+                slopes[place] = (upper - (function(*moved) * weights).sum()) / 2e-6
             grad = torch.zeros_like(x) if grad is None else grad
             verdicts.append(torch.allclose(grad, slopes, rtol=1e-4, atol=1e-6))
         return verdicts
