@@ -153,8 +153,8 @@ def test_tables_of_data_sheets_and_published_trainings(capsys):
 test_what_goes_with_what = answered(
     "plan",
     1,
-    ("--params 7b --tokens 1t", "--tokens goes with --gpu"),
-    ("--params 7b --step-tokens 1m", "--step-tokens goes with --gpu"),
+    ("--params 7b --tokens 1t", "--tokens has no effect without --gpu"),
+    ("--params 7b --step-tokens 1m", "--step-tokens has no effect without --gpu"),
     ("--params 7b --gpu h100 --batch 2", "--batch 2 goes without --gpu"),
     ("--params 7b --gpu h100 --bandwidth 9", "--bandwidth 9 goes without --gpu"),
     ("--params 7b --gpu h100 --precision fp32", "is fp32; with --gpu it can be bf16"),
