@@ -610,5 +610,7 @@ def test_an_unknown_name_is_refused_before_pytorch_is_imported(tmp_path):
     assert [e[0] for e in ends if e[1] not in (1, 2) or e[2]] == ["plan --preset 1m"]
     assert len(ends) == len(lines) + 1 > 80
     output = done.stderr.splitlines()  # one for each, none of them a traceback
-    assert len(output) == len(lines) and all(t.startswith("ddp-course: ") for t in told)
+    assert len(output) == len(lines) and all(
+        t.startswith("ddp-course: ") for t in output
+    )
     assert not (tmp_path / "ddp-course").exists()  # no copy was made

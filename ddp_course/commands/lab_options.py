@@ -26,15 +26,16 @@ def check_typed(args: Namespace) -> None:
 def copy_folder(name: str | None) -> Path:
     """Return the folder of the learner's copy, which may not exist yet.
 
-    Without a name: the copy around the working directory, or `ddp-course` in it. Raises
-    CommandError if the folder holds something else.
+    Without a name, it is the copy around the working directory, or the working
+    directory's subfolder `ddp-course`. Raises CommandError if the folder holds
+    something else.
     """
     here = Path.cwd()
     folder = here / name if name else copy_around() or here / FOLDER
     occupied = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
     if occupied and not (folder / RECORD).is_file():
         raise CommandError(
-            f"{folder} exists, and is no copy that `ddp-course lab` has made; name "
+            f"{folder} exists, and is not a copy that `ddp-course lab` created; name "
             "another folder: ddp-course lab FOLDER"
         )
     return folder
@@ -43,12 +44,12 @@ def copy_folder(name: str | None) -> Path:
 def is_free(port: int, ip: str) -> bool:
     """Return whether a server could listen on `port` of `ip`; 0 stands for any port.
 
-    Raises CommandError if `ip` is no address of this machine, or the port reserved.
+    Raises CommandError if `ip` is no address of this machine, or `port` is reserved.
     """
     try:
         family, *_, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
-            if os.name == "posix":  # as Jupyter does: a port just given up is free
+            if os.name == "posix":  # as Jupyter does: a port just closed is free
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except PermissionError:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_course.collectives.port import Port
+from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.generation import KeyValueCache, check_length, most_likely
 from ddp_course.pipeline.stages import add_layers, spine
 
@@ -85,48 +85,55 @@ class PipelinedDecoder(nn.Module):
                 f"num_microbatches is {self.m}; {len(idx)} rows can be cut into "
                 f"1 to {len(idx)}"
             )
-        port, prompts = Port(self.group), idx.tensor_split(self.m)
+        endpoint, prompts = Endpoint(self.group), idx.tensor_split(self.m)
         caches = [KeyValueCache(self) for _ in prompts]
         texts = [[prompt] for prompt in prompts]  # new tokens arrive on rank 0 alone
         arrived = None
-        for row in decoding_plan(port.size, self.m, new_tokens):
-            work, coming = row[port.rank], row[port.rank - 1]
+        for row in decoding_plan(endpoint.size, self.m, new_tokens):
+            work, coming = row[endpoint.rank], row[endpoint.rank - 1]
             result = None
             if work is not None:  # compute
                 _, k = work
-                result = caches[k](texts[k][-1] if port.rank == 0 else arrived)
-                if port.rank == port.size - 1:
+                result = caches[k](texts[k][-1] if endpoint.rank == 0 else arrived)
+                if endpoint.rank == endpoint.size - 1:
                     result = most_likely(self.gather_logits(result[:, -1:]))
-            arrived = self.pass_on(port, result, coming, prompts)
-            if port.rank == 0 and coming is not None:
+            arrived = self.pass_on(endpoint, result, coming, prompts)
+            if endpoint.rank == 0 and coming is not None:
                 texts[coming[1]].append(arrived)
         whole = idx.new_empty(len(idx), idx.shape[1] + new_tokens)
-        if port.rank == 0:
+        if endpoint.rank == 0:
             whole = torch.cat([torch.cat(text, 1) for text in texts])
-        dist.broadcast(whole, port.ranks[0], self.group)
+        dist.broadcast(whole, endpoint.ranks[0], self.group)
         return whole
 
     def pass_on(
-        self, port: Port, result: Tensor | None, coming: Work, prompts: Sequence[Tensor]
+        self,
+        endpoint: Endpoint,
+        result: Tensor | None,
+        coming: Work,
+        prompts: Sequence[Tensor],
     ) -> Tensor | None:
         """Send `result` to the next rank; return what the rank before has computed.
 
         Activations go from stage to stage, (B/m, T, C) for a prompt and (B/m, 1, C)
         after it; new tokens, (B/m, 1), go from the last rank to rank 0.
         """
-        if port.size == 1:
+        if endpoint.size == 1:
             return result
-        after, before = (port.rank + 1) % port.size, (port.rank - 1) % port.size
+        after, before = (
+            (endpoint.rank + 1) % endpoint.size,
+            (endpoint.rank - 1) % endpoint.size,
+        )
         sends = [] if result is None else [(result.contiguous(), after)]
         if coming is None:
-            port.exchange(sends, [])
+            endpoint.exchange(sends, [])
             return None
         token, k = coming
         rows, positions = prompts[k].shape if token == 0 else (len(prompts[k]), 1)
-        if port.rank == 0:
+        if endpoint.rank == 0:
             arriving = prompts[k].new_empty(rows, 1)
         else:
             like = next(self.parameters())
             arriving = like.new_empty(rows, positions, self.config.d_model)
-        port.exchange(sends, [(arriving, before)])
+        endpoint.exchange(sends, [(arriving, before)])
         return arriving
