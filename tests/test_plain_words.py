@@ -6,6 +6,7 @@ thing is (classes), comments are whole thoughts, and a class name has one meanin
 
 import ast
 import io
+import json
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,29 @@ def test_a_room_is_written_in_plain_words(name):
         if where == name
         for rule in RULES
         for line, message in rule(path.read_text())
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def code_elsewhere() -> Iterator[tuple[str, str]]:
+    """Yield (place, source) of the tests, the authors' tools and the notebooks' cells."""
+    root = PACKAGE.parent
+    for folder in ("tests", "tools", "docs"):
+        for path in sorted((root / folder).rglob("*.py")):
+            yield str(path.relative_to(root)), path.read_text()
+    for path in sorted((root / "notebooks").glob("*.ipynb")):
+        for number, cell in enumerate(json.loads(path.read_text())["cells"]):
+            if cell["cell_type"] == "code":
+                yield f"{path.name}, cell {number}", "".join(cell["source"])
+
+
+def test_names_in_tests_tools_and_notebooks_are_plain():
+    sources = list(code_elsewhere())
+    assert len(sources) > 1000, "nothing was read"
+    wrong = [
+        f"{place}, line {line}: {message}"
+        for place, source in sources
+        for line, message in bad_names(source)
     ]
     assert not wrong, "\n" + "\n".join(wrong)
 

@@ -120,10 +120,8 @@ class PipelinedDecoder(nn.Module):
         """
         if endpoint.size == 1:
             return result
-        after, before = (
-            (endpoint.rank + 1) % endpoint.size,
-            (endpoint.rank - 1) % endpoint.size,
-        )
+        after = (endpoint.rank + 1) % endpoint.size
+        before = (endpoint.rank - 1) % endpoint.size
         sends = [] if result is None else [(result.contiguous(), after)]
         if coming is None:
             endpoint.exchange(sends, [])
