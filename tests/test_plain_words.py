@@ -181,7 +181,7 @@ def test_a_room_is_written_in_plain_words(name):
 
 
 def code_elsewhere() -> Iterator[tuple[str, str]]:
-    """Yield (place, source) of the tests, the authors' tools and the notebooks' cells."""
+    """Yield (place, source) of tests, the authors' tools and notebooks' cells."""
     root = PACKAGE.parent
     for folder in ("tests", "tools", "docs"):
         for path in sorted((root / folder).rglob("*.py")):
