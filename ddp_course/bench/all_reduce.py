@@ -34,7 +34,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 P2P = ("naive", "tree", "halving_doubling", "ring")
 OURS = "shared_memory", "registered", "chosen"
-LIMITED = tuple(  # algorithms beside their limits
+LIMITED = tuple(  # pairs (algorithm, the limit that it is compared with)
     Pair(ours, limit, title=f"{ours} over {limit}", over="the bandwidth that there is")
     for ours, limit in (("ring", "loopback"), ("registered", "memory"))
 )

@@ -42,7 +42,7 @@ PAIRS = (
     Pair(ZIGZAG, WORK, 1.15, "zigzag", "the longer of its computing and its sending"),
     Pair(ZIGZAG, PLAIN, 0.63, "zigzag", "a plain ring, waiting"),
 )
-RANKS, SHORT = 4, 256  # tokens, where computing is waiting
+RANKS, SHORT = 4, 256  # SHORT: tokens; computing is simulated by sleeping
 BACKWARD = 2.5  # backward's five products of matrices, over forward's two
 SHARES = (0.25, 0.5, 1.0)  # a message's time, over that of a forward step of zigzag
 

@@ -89,7 +89,7 @@ def side_by_side(
         ways[name] = stepping(own, own.step, batch_of(model))
     timings = steps.together(
         ways, turns, 60.0, 1, warm=6
-    )  # the order is planned by then
+    )  # after these steps the order is planned
     gains = {}
     for name, own in scheduled.items():
         own.finish()

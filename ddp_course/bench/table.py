@@ -73,7 +73,7 @@ def title_of(pair: Pair) -> str:
 
 
 def _grid(columns: list[tuple[Pair, Found]]) -> list[str]:
-    """Return the lines of one table; below one another, if it would be too wide."""
+    """Return the lines of a table; a table that would be too wide is split."""
     cases = list(dict.fromkeys(case for _, found in columns for case in found))
     left = [column([], cases, str.ljust)]
     if len({pair.beside for pair, _ in columns}) == 1:

@@ -54,7 +54,7 @@ def styles(model: GPT, gathers: bool, sequence: bool) -> dict[str, ParallelStyle
             plan[f"{at}.norm1"] = plan[f"{at}.norm2"] = SequenceParallel()
     if sequence:
         plan["head.norm"] = SequenceParallel()
-        # Every rank looks all positions up, and adds its own part of them.
+        # Every rank looks up all positions, and adds its own part of them.
         plan["embed.positions"] = RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(0)
         )

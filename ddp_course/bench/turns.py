@@ -20,10 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LOUD, ENOUGH = (
-    0.15,
-    6,
-)  # the largest share of other programs; the fewest turns that count
+LOUD, ENOUGH = 0.15, 6  # largest CPU share of other programs; fewest calm turns
 Contender = Callable[[], object]  # runs once; may return seconds that it measured
 Times = dict[str, list[float]]
 Row = dict[str, Any]  # one comparison of a bench, see `row`

@@ -27,7 +27,7 @@ from ddp_course.mechanisms.buckets import LiveBucket
 from ddp_course.mechanisms.timeline import GpuClock
 from ddp_course.theory.ordering import Layer
 
-WARM = 2  # averaged passes; the times of the last of them count
+WARM = 2  # passes before planning; the last one's times are used
 
 
 class Planned:
@@ -39,7 +39,7 @@ class Planned:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.planned: TimedStep | None = None  # the plan
+        self.planned: TimedStep | None = None  # the order that all ranks follow
         self.places: dict[int, int] = {}  # bucket -> its layer in the plan
         self.passes = 0  # averaged passes
         self.clock: GpuClock | None = None
@@ -47,7 +47,7 @@ class Planned:
         self.ready: dict[int, Any] = {}  # bucket -> time when it was full
         self.took: Counter[tuple[str, int]] = Counter()  # (op, bucket) -> seconds
         self.called: list[LiveBucket] = []  # in the order of the last forward
-        self._doing: tuple[str, LiveBucket, float] | None = None  # op, start
+        self._doing: tuple[str, LiveBucket, float] | None = None  # op, bucket, start
 
     def now(self) -> Any:
         """Return the current time; on a GPU, an event recorded on its stream."""
@@ -72,7 +72,7 @@ class Planned:
         if self.planned is None or self.policy.wait_for_all:
             model.finish()
         if self.passes >= WARM and self.planned is None and torch.is_grad_enabled():
-            self.make(model)  # not before an evaluation: one rank may do it alone
+            self.make(model)  # not in an evaluation, which one rank may run alone
         self._doing, self.called = None, []
         self.took.clear()
 

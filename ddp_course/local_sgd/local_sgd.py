@@ -138,7 +138,7 @@ class AgreedScaler:
     """
 
     def constructed(self, local: LocalSteps) -> None:
-        """Watch scalers, which read an optimizer's `groups`."""
+        """Watch for a GradScaler, which reads the optimizer's `groups`."""
         if dist.is_initialized():
             local.groups = (local.group,)
             watch()

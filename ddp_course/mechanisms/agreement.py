@@ -85,7 +85,7 @@ def agreed(
     rank = dist.get_rank() if groups else 0
     try:
         found = _along(groups, {rank: (problem, digest)})
-    except DeadlockError as lost:  # a rank waits elsewhere: within `make`, for this one
+    except DeadlockError as lost:  # another rank waits for this one within its `make`
         raise (error(problem) if problem else lost) from None
     problems = [found[rank][0] for rank in found]
     text = problem
@@ -95,9 +95,9 @@ def agreed(
         forms = _along(groups, {rank: tuple(own.items())})
         text = differences([dict(pairs) for pairs in forms.values()], list(forms))
     if text:
-        with suppress(RuntimeError):  # the store ends with rank 0: all must have read
+        with suppress(RuntimeError):  # let all read: the store ends with rank 0
             _along(groups, {rank: None})
-        # That of an `agreed` inside of `make` is a whole sentence already.
+        # An error of another `agreed` within `make` already has this sentence.
         whole = error is not ReplicaError or text.endswith("Nothing was sent.")
         raise error(text if whole else f"{text}. Nothing was sent.")
     return value

@@ -89,7 +89,7 @@ def bucket_plan(
             cap_of[kind] = bucket_cap_mb
             closed.append(filling.pop(kind))
     closed += filling.values()
-    closed.sort(key=lambda bucket: bucket[-1])  # by when the last gradient comes
+    closed.sort(key=lambda bucket: bucket[-1])  # by arrival of the last gradient
     return tuple(
         _bucket(index, [to_place[at] for at in places])
         for index, places in enumerate(closed)
@@ -121,8 +121,8 @@ class Slot:
     parameter: Tensor
     offset: int
     view: Tensor = field(init=False)
-    fresh: bool = False  # a gradient has come since the ranks were last averaged
-    filled: bool = False  # `view` has what the present pass sends
+    fresh: bool = False  # a gradient has arrived since the last averaging
+    filled: bool = False  # `view` holds the gradient of the current pass
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class LiveBucket:
     plan: Bucket
     slots: list[Slot]
     flat: Tensor = field(init=False)
-    missing: int = 0  # gradients that have not come in this pass
+    missing: int = 0  # gradients that have not arrived in this pass
     sent: bool = False  # sent, and not yet waited for
     work: Any = None
 

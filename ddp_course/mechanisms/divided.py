@@ -75,7 +75,7 @@ class DividedModule:
 
     def newcomer(self) -> str | None:
         """Return an error text if a parameter was never placed, or None."""
-        for name, parameter in nn.Module.named_parameters(self):  # those computed with
+        for name, parameter in nn.Module.named_parameters(self):  # the parts in use
             if isinstance(parameter, Tensor) and placed(parameter) is None:
                 return (
                     f"{name.removeprefix('module.')} was put into the model after it "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 SHAPE, CUT, STEPS = (4, 6), 7, 3  # the cut is in the second row
-LR = 0.1  # the real one may be 0 at first, and every result would be the same
+LR = 0.1  # the real one may be 0 at first, which would make all results equal
 
 
 class NotElementwiseError(ValueError):

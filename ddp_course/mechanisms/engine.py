@@ -47,7 +47,7 @@ class BucketReducer:
         empty: allocates the memory of a bucket: `empty(numel, dtype=..., device=...)`.
     """
 
-    unused: frozenset[Tensor] = frozenset()  # no rank had a gradient; a part sets it
+    unused: frozenset[Tensor] = frozenset()  # without a gradient on all ranks
 
     def __init__(
         self,

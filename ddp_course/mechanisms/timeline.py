@@ -137,7 +137,7 @@ class RecordBackward:
         timeline, index = self.timeline, bucket.index
         timeline.add("launch", self.host_start, "launch", bucket=index)
         timeline.sent(bucket.work, bucket.flat.nbytes, self.start, bucket=index)
-        timeline.since = timeline.now()  # launching is not computing
+        timeline.since = timeline.now()  # do not count launching as computing
 
     def backward_ended(self, engine: Any) -> None:
         """Record the computation after the last full bucket."""

@@ -62,8 +62,8 @@ def _try_out(optimizer: Optimizer, group: dict[str, Any], whole_tensors: bool) -
     taken = {name: v for name, v in optimizer.defaults.items() if name in known}
     try:
         kind([{**options, "params": [nn.Parameter(torch.zeros(1, 1))]}], **taken)
-    except Exception as error:  # it takes other arguments
-        if not kind.__module__.startswith("ddp_course."):  # which check themselves
+    except Exception as error:  # it needs other arguments
+        if not kind.__module__.startswith("ddp_course."):  # they check this
             warnings.warn(
                 f"{kind.__name__} could not be tried out: {error!r}. This rank has a "
                 "part of the model: make sure that it steps each element alone",

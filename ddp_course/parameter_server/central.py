@@ -93,7 +93,7 @@ class Server:
         self.leaving = {worker: torch.empty_like(like) for worker in self.workers}
         self.arrived = {worker: torch.empty_like(like) for worker in self.workers}
         self.heard = dict.fromkeys(self.workers, time.monotonic())
-        self.changed = threading.Condition()  # has the lock
+        self.changed = threading.Condition()  # its lock guards the server's state
         self.error: BaseException | None = None
 
     def serve(self) -> Record:

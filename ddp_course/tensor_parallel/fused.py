@@ -50,7 +50,7 @@ class FusedLinear(ParallelLayer):
     def product(self, function: type[Function], x: Tensor) -> Tensor:
         """Compute; cast before it as autocast would, if it is on."""
         tensors, none = (x, self.weight, self.bias), self.weight[:0]
-        dtype = (none @ none.t()).dtype  # that of a product: perhaps an autocast's
+        dtype = (none @ none.t()).dtype  # a product's type, which autocast may change
         tensors = (t if t is None else t.to(dtype) for t in tensors)
         return function.apply(*tensors, self)
 

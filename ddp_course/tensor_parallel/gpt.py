@@ -147,7 +147,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
             if layer is not None:
                 memo[id(module)] = layer
         for name, child in full.named_children():
-            # A copy in which the layers that are cut are already made.
+            # The copy already has its parallel layers.
             setattr(self, name, copy.deepcopy(child, memo))
         if full.head.out.weight is full.embed.tokens.weight:
             self.head.out.weight = self.embed.tokens.weight

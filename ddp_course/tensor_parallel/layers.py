@@ -72,7 +72,7 @@ class ReduceFromGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return g on every rank: each summand counts once, on its own rank."""
+        """Return the sum's gradient on every rank, since each rank has one summand."""
         return copy_to_group(gradient, ctx.group), None
 
 

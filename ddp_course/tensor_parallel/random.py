@@ -33,7 +33,7 @@ def parallel_rng(group: Group = None) -> Iterator[None]:
     and that of this rank's GPU.
     """
     rank = exchange_of(group).rank
-    seed = int(torch.randint(1 << 48, ()))  # the same on all ranks; from the CPU's
+    seed = int(torch.randint(1 << 48, ()))  # CPU generator, equal on all ranks
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(seed + rank)

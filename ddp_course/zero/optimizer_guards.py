@@ -60,7 +60,7 @@ class AveragedOnce:
     the mean in its own shard only.
     """
 
-    known = False  # whether a step has decided it
+    known = False  # whether a step has set it
 
     def gradients_complete(self, optimizer: Any) -> None:
         """Raise RuntimeError, on all ranks, if all of them have the same gradients."""

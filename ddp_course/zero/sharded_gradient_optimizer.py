@@ -108,7 +108,7 @@ class ShardsOnly:
     stepped = False  # whether a step has used the present shards
 
     def row_made(self, optimizer: Any, *_: Any) -> None:
-        """Watch PyTorch's clipping."""
+        """Watch for PyTorch's gradient clipping, once the buckets exist."""
         watch_empty_clips()
 
     def pass_begins(self, engine: Engine) -> None:

@@ -6,13 +6,13 @@ from ddp_course.lab.draw.drawing import Drawing, Point
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, WHOLE, lighter, rank_color
 
 HEIGHT = 474
-CARD_W, CARD_H = 116, 312  # a process
+CARD_W, CARD_H = 116, 312  # size of a process's card
 LEFT, RIGHT, STEP = 16, 192, 129  # left edges: the one process, rank 0, then each rank
 BATCH, ROW_W, ROW_H, SAMPLES = 66, 60, 15, 8
-FORWARD, BAR_H = 206, 22  # from here on: y of what a process does
+FORWARD, BAR_H = 206, 22  # y of the first bar; height of a bar
 AVERAGE, UPDATE = 268, 312
 CHART, CHART_H = 372, 78
-RANKS, EACH = 4, 2  # and how many samples each has
+RANKS, EACH = 4, 2  # number of ranks; samples of each
 
 
 def one_or_four() -> Drawing:

@@ -80,7 +80,7 @@ def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple]:
     mine = torch.tensor([me.node_rank, me.local_rank])
     got = torch.empty_like(mine)
     sending = dist.isend(mine, peer_on_next_node(me.rank, nnodes, size))
-    dist.recv(got)  # from whoever sends
+    dist.recv(got)  # from any rank
     sending.wait()
     return tuple(got.tolist()), ((me.node_rank - 1) % nnodes, me.local_rank)
 
@@ -162,7 +162,7 @@ def _watched(node_group: Callable) -> Iterator[None]:
     new_group = dist.new_group
 
     def in_step(ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
-        if not options.get("use_local_synchronization"):  # then members alone may call
+        if not options.get("use_local_synchronization"):  # only members call
             _same(f"called `new_group({ranks})`")
         return new_group(ranks, *args, **options)
 

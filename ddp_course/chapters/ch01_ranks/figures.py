@@ -12,9 +12,9 @@ from ddp_course.lab.draw.steps import count
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, GAP, PAD = 16, 8, 13
-BLOCK_W, BLOCK_H = 80, 42  # a rank
-DEVICE_H = 20  # the GPU or the cores below it
-HEADER = 30  # a node's name
+BLOCK_W, BLOCK_H = 80, 42  # size of a rank's block
+DEVICE_H = 20  # height of the GPU or cores below it
+HEADER = 30  # height of a node's name
 WIDEST = 840  # nodes that do not fit beside each other go on the next row
 
 

@@ -96,7 +96,7 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
         says = f"{times} messages went to rank {rank}; expected {once}, with the whole"
         expect(times == once, f"{where} {says} tensor.")
     arrived, ranks = {0: 0}, [0]
-    for rank in ranks:  # grows meanwhile
+    for rank in ranks:  # grows during the loop
         for k, (dst, _) in enumerate(real[rank]["sent"], start=1):
             arrived[dst] = arrived[rank] + k
             ranks.append(dst)
@@ -111,7 +111,7 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
 
 # ---- my_transpose ------------------------------------------------------------------
 
-MATRICES = (  # rows of each rank, and their type: the first is large enough to weigh
+MATRICES = (  # rows of each rank, type; the first is large, to measure its bytes
     *((60, torch.int64), (1, torch.float64), (3, torch.bfloat16), (0, torch.float32)),
     *((2, torch.float32), (5, torch.int64)),
 )

@@ -21,7 +21,7 @@ from ddp_course.theory.checks import check_choice
 
 MARGIN = 12
 NAME_W, ARROW_W, ROW_GAP, GAP, TOP = 26, 30, 7, 3, 18
-HEADER, PAD, CARD_GAP = 52, 9, 7  # the overview
+HEADER, PAD, CARD_GAP = 52, 9, 7  # for the drawing of all eight
 COLLECTIVES = {
     "broadcast": "one rank's buffer to all",
     "scatter": "one rank's chunks, one to each",

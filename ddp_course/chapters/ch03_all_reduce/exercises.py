@@ -224,7 +224,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
         wanted = getattr(least[me.rank], way)
         facts[f"{way}_right"] = Fraction(facts[way]).limit_denominator(1000) == wanted
         facts[f"{way}_least"] = float(wanted)
-    # Inside a node messages are cheap: a whole all-reduce there is no mistake.
+    # Messages inside a node are cheap, so a whole all-reduce there is accepted.
     facts["inside_right"] = facts["inside"] <= 1.51 * facts["inside_least"]
     facts |= {
         "right": not wrong.any(),

@@ -14,9 +14,9 @@ from ddp_course.lab.draw.drawing import Drawing, Point
 from ddp_course.lab.draw.steps import count, draw_legend, in_buffers, in_words, panel
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
-MARGIN, GAP, SIDE = 16, 14, 30  # SIDE: of a rank's block
-STEPS_TOP, RADIUS = 36, 66  # ring picture
-PITCH, NODE_H, NODE_GAP = 52, 64, 40  # in a hierarchy: of ranks, and of nodes
+MARGIN, GAP, SIDE = 16, 14, 30  # SIDE: width of a rank's block
+STEPS_TOP, RADIUS = 36, 66  # for the picture of the ring
+PITCH, NODE_H, NODE_GAP = 52, 64, 40  # in the hierarchy
 PHASE_TOP, WIDEST, MOST_NODES, MOST_LOCAL = 60, 760, 4, 8
 
 

@@ -34,13 +34,13 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.0 + seed))
         self.empty = nn.Parameter(torch.zeros(0))
         rows = self.first.weight.data.t().contiguous().t()
-        self.first.weight = nn.Parameter(rows)  # not one number after the other
+        self.first.weight = nn.Parameter(rows)  # not contiguous
         hidden = torch.full((3,), 1.0 + seed)
         self.tied.register_buffer("hidden", hidden, persistent=False)
         fine = torch.full((2, 2), 1.0 + seed, dtype=torch.float64) / 3
         self.frozen.register_buffer("fine", fine)
         self.norm.running_mean.fill_(seed)
-        self.norm.num_batches_tracked.fill_(2**40 + 1 + seed)  # no float32
+        self.norm.num_batches_tracked.fill_(2**40 + 1 + seed)  # exact in no float32
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers: tied ones once."""
@@ -189,7 +189,7 @@ LACKING = {
     2: "first.weight",
     3: "tied.bias",
     4: "second.weight",
-}  # by ranks
+}  # {number of ranks: parameter without a gradient}
 
 
 def _gradients(rank: int, n: int) -> dict[str, Tensor | None]:
@@ -240,7 +240,7 @@ def _average(function: Callable) -> dict[str, Any]:
 # ---- replicas_agree ----------------------------------------------------------------
 
 WIDE = 256  # the model of this exercise has WIDE x WIDE numbers and a few more
-ENOUGH = 20_000  # bytes that a rank may write for all that
+ENOUGH = 20_000  # bytes that a rank may write
 AGREE = {
     "is_bool": "returned {got}; expected True or False.",
     "right": "returned {got}; expected {agree} on every rank.",
@@ -266,7 +266,7 @@ def check_replicas_agree(answer: Answer) -> str:
     )
 
 
-# name -> do they agree?, and what it is
+# name -> (whether the ranks agree, description)
 CASES = {
     "same": (True, "all have the same model"),
     "a bit": (False, "one weight of the last rank differs in its last bit"),

@@ -19,7 +19,7 @@ from ddp_course.lab.palette import (
 
 REPLICAS = 4
 WIDTH, HEIGHT, MARGIN, TOP = 488, 342, 16, 66
-BIG, SMALL, HIGH = 206, 200, 230  # the panels: replica 0's, the others', all
+BIG, SMALL, HIGH = 206, 200, 230  # widths of replica 0's panel and the others'; height
 ROW, CELL_W, CELL_H, LAYER = 32, 28, 22, 14
 SMALL_H = (HIGH - 2 * 10) / 3
 

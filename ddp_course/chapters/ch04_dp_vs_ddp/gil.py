@@ -154,7 +154,7 @@ def measure(turns: int) -> dict[str, Times]:
         replicas = here().topology.world_size
         ways = ways_of(model, torch.randn(replicas * rows, model.width), replicas)
         times: Times = {way: [] for way in WAYS}
-        for turn in range(-1, turns):  # the first is to warm up
+        for turn in range(-1, turns):  # the first turn is a warm-up
             for k in range(len(WAYS)):
                 way = WAYS[(turn + k) % len(WAYS)]
                 took = timed(

@@ -63,7 +63,7 @@ COSTS = (
     ([1, 1, 1, 1], 2),
     ([1, 8, 8, 8, 8, 6], 4),  # a GPT: the embedding costs nearly nothing
     ([1, 4, 4, 4, 4, 12], 3),  # and with a large vocabulary
-    ([5, 5, 2, 3, 5, 5, 2], 3),  # least differences and least squares cut elsewhere
+    ([5, 5, 2, 3, 5, 5, 2], 3),  # minimising differences or squares gives another cut
     ([7, 2, 5, 10, 8], 2),
     ([9, 1, 1, 1, 1, 1, 1], 3),
     ([1, 1, 1, 9], 4),
@@ -71,7 +71,7 @@ COSTS = (
     ([2, 4, 4, 2, 8, 4], 3),
     ([3], 1),
     ([0.9, 0.9, 0.9, 2.0], 2),
-    ([0, 0, 5, 0, 5], 3),  # layers that cost nothing are layers
+    ([0, 0, 5, 0, 5], 3),  # layers without cost count as layers, too
     ([2, 3, 5, 7, 11, 13, 17, 19, 23], 4),
 )
 
@@ -194,7 +194,7 @@ def _stages(p: int) -> list[nn.Module]:
         layer.bias.requires_grad_(False)  # frozen
         for parameter in stages[-1].parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.ones_like(parameter)  # a step before
+                parameter.grad = torch.ones_like(parameter)  # of an earlier step
     return stages
 
 

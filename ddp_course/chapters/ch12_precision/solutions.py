@@ -51,7 +51,7 @@ def agreed_step(
     gradients = [gradient / scale for gradient in gradients]
     for gradient in gradients:
         squares += gradient.double().square().sum()
-    dist.all_reduce(squares)  # inf and nan of one rank are then everybody's
+    dist.all_reduce(squares)  # so all ranks see one rank's inf or nan
     norm = float(squares.sqrt())
     if not math.isfinite(norm):
         return False

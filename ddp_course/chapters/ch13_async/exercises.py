@@ -84,7 +84,7 @@ def check_my_staleness(answer: Answer) -> str:
 
 # ---- my_replay -----------------------------------------------------------------------
 
-LR = 0.125, 0.5  # powers of two: lr times a gradient is exact, in whatever order
+LR = 0.125, 0.5  # powers of two: lr times a gradient is exact, in any order
 
 
 @dataclass
@@ -188,7 +188,7 @@ def _clocks(d: Draw) -> tuple[dict[int, int], int, float]:
 
 # ---- my_server -----------------------------------------------------------------------
 
-SLOW, TURNS = 1, 3  # rank 1 pushes once, after all others have pushed so often
+SLOW, TURNS = 1, 3  # rank 1 pushes once, after the others have pushed 3 times each
 SERVED = (  # shapes, types and learning rates
     ((5,), torch.float32, 0.5),
     ((2, 3), torch.float64, 0.25),

@@ -19,7 +19,7 @@ from ddp_course.parameter_server import (
 Points = Sequence[tuple[float, float]]
 LEGEND = {"F": "computes a gradient", "W": "its gradient is dropped", "waits": "waits"}
 WORKERS = 3  # ranks 1 to 3: rank 0 has the weights
-LONG = 12  # the time that is drawn
+LONG = 12  # length of the time axis
 MODES = {
     "synchronous": lambda slack: SYNCHRONOUS,
     "asynchronous": lambda slack: ASYNCHRONOUS,

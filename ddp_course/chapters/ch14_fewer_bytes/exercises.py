@@ -51,7 +51,7 @@ COMPRESSORS: dict[str, Callable[[Tensor], Tensor]] = {
     "rounded to whole numbers": torch.round,
     "a half of it": lambda tensor: tensor / 2,
     "nothing left": torch.zeros_like,
-    "nothing lost": lambda tensor: tensor,  # the very tensor
+    "nothing lost": lambda tensor: tensor,  # returns the tensor itself
     EACH_IN_TURN: EachInTurn(),
 }
 
@@ -176,7 +176,7 @@ TOPK = {
     "bytes": "wrote {written:,} bytes by the operating system's count; {needed:,} are "
     "enough. Only indices and values should travel.",
 }
-GRADIENTS = (  # shapes, and how many are the largest: those that weigh are in between
+GRADIENTS = (  # (shape, number of largest elements to send)
     *(((2, 3), 2), ((7,), 3), ((5,), 5), ((142, 141), 10), ((3,), 1)),
     *(((4, 2, 2), 5), ((1,), 1), ((40_000,), 100)),
 )

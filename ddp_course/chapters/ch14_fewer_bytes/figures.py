@@ -14,7 +14,7 @@ from ddp_course.model import build_gpt
 from ddp_course.theory import compressed_bytes
 
 ROWS, COLUMNS, CELL = 6, 8, 14  # a gradient, and pixels of one of its numbers
-LARGE = ((0, 5), (2, 1), (3, 6), (5, 3))  # its largest numbers, as it were
+LARGE = ((0, 5), (2, 1), (3, 6), (5, 3))  # places of its largest numbers, invented
 WAYS = {
     "in full": "32 bits each",
     "16 bits": "half of each",
@@ -140,7 +140,7 @@ def worth(curves: Mapping[str, Sequence[tuple[float, float]]], base: str) -> Dra
     ends = {name: curve[-1] for name, curve in curves.items()}
     for (name, curve), look in zip(curves.items(), _looks(curves, base), strict=True):
         axes.plot(*zip(*curve, strict=True), marker="o", markevery=[-1], **look)
-        low = ends[name][1] < ends[base][1] + 0.15  # then nothing is below, to the left
+        low = ends[name][1] < ends[base][1] + 0.15  # room on the lower left
         place = {"xytext": (-4, -5) if low else (4, 4), "textcoords": "offset points"}
         place |= {"ha": "right", "va": "top"} if low else {"ha": "left", "va": "bottom"}
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8}

@@ -60,7 +60,7 @@ def losses(method: str, seed: int, steps: int = STEPS, preset: Any = GPT) -> lis
         return model(*(shard(t, rank, RANKS) for t in batch))[1]
 
     if method in LOCAL:
-        kind = LOCAL[method] or partial(LocalSGD, warmup=steps)  # no end: that is DDP
+        kind = LOCAL[method] or partial(LocalSGD, warmup=steps)  # endless warm-up: DDP
 
         def wrap(model: nn.Module) -> LocalSGD:
             return kind(AdamW(model.parameters(), LR), model, EVERY)
@@ -179,7 +179,7 @@ def stored() -> dict[str, Any]:
 
 
 def text() -> str:
-    """Return a fingerprint of the text: it is Python's own source, of this version."""
+    """Return a checksum of the corpus, which differs between versions of Python."""
     return digest(load_corpus().tokens)
 
 

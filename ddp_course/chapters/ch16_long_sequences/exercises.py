@@ -297,7 +297,7 @@ def _across(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient + ones - x * (x.sum() / x.square().sum())
 
 
-CHANGES: dict[str, Change] = {  # backward returns this in place of the gradient
+CHANGES: dict[str, Change] = {  # each changes backward's result
     "the right gradient": _right,
     "half of the gradient": lambda g, x: g / 2,
     "the gradient of other rows": lambda g, x: g.roll(1, 0) + 0.1,
