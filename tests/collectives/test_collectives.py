@@ -178,7 +178,7 @@ def wrong_others(numels: list[int], group=None) -> list[str]:
             drawn = drawn_parts(dist.get_rank(group), n, numel, rows, dtype)
             a, b, *parts = drawn
             dist.all_to_all_single(b, *parts, group=group)
-            name = f"all_to_all by parts of rows {list(rows)} {told}"
+            name = f"all_to_all by parts of rows {list(rows)} {results}"
             check(name, [a], [b], ours.all_to_all_single, a, *parts)
     return wrong
 
