@@ -301,6 +301,10 @@ ELSEWHERE = """
     allow_bf16_reduced_precision_reduction bf16_compress_hook pg_options
     is_high_priority_stream optim_grads_params a2a pipeline_parallel_schedule
     OSS _single PipelineModule OneBitAdam ParallelismConfig Fused
+    dp_replicate_size dp_shard_size sp_size allgather UlyssesSPAttentionHF RANK
+    NODE_RANK workerPoolSpecs CLUSTER_SPEC SKYPILOT_NUM_NODES SKYPILOT_NODE_RANK
+    SKYPILOT_NODE_IPS SKYPILOT_NUM_GPUS_PER_NODE Torchrun LOCAL_RANK tp_size cp_size
+    MASTER_ADDR MASTER_PORT WORLD_SIZE
 """  # names of PyTorch and of other programs
 
 
