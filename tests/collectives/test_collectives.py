@@ -210,8 +210,10 @@ def with_equal_parts() -> list[str]:
 
 
 def test_parts_of_ignored_sizes_are_seen():
-    told = spawn(with_equal_parts, world_size=3, output="none")
-    assert {mistake.split()[0] for wrong in told for mistake in wrong} == {"all_to_all"}
+    results = spawn(with_equal_parts, world_size=3, output="none")
+    assert {mistake.split()[0] for wrong in results for mistake in wrong} == {
+        "all_to_all"
+    }
 
 
 def parts_by_nccls_rules() -> tuple[bool, int, int]:
@@ -230,8 +232,8 @@ def parts_by_nccls_rules() -> tuple[bool, int, int]:
 
 
 def test_parts_are_sent_by_nccls_rules_and_nothing_else_is():
-    told = spawn(parts_by_nccls_rules, world_size=3, output="none", backend="strict")
-    assert all(same and sent == wanted for same, sent, wanted in told), told
+    results = spawn(parts_by_nccls_rules, world_size=3, output="none", backend="strict")
+    assert all(same and sent == wanted for same, sent, wanted in results), results
 
 
 def wrong_anywhere(n: int) -> list[str]:

@@ -194,7 +194,7 @@ def _stages(p: int) -> list[nn.Module]:
         layer.bias.requires_grad_(False)  # frozen
         for parameter in stages[-1].parameters():
             if parameter.requires_grad:
-                parameter.grad = torch.ones_like(parameter)  # of an earlier step
+                parameter.grad = torch.ones_like(parameter)  # from an earlier step
     return stages
 
 
