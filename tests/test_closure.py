@@ -30,6 +30,7 @@ BARS = {
     "data_parallel.bucketed": READABLE,
     "data_parallel.ddp": FULL,
     "zero.naive": NAIVE,
+    "zero.offloaded_optimizer": NAIVE,
     "zero.stage1": READABLE,
     "zero.stage2": READABLE,
     "zero.zero_redundancy_optimizer": (22, 3_710),

@@ -47,14 +47,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a cluster: one kind inside a node, one kind between nodes.
+    """The links of a cluster: inside a node, between nodes, and to a rank's host.
 
     A link limits what a rank sends, not what it receives: if many ranks send to one, a
-    real network would delay them there, and this model does not.
+    real network would delay them there, and this model does not. `host` connects a
+    rank's device with the memory of the CPU, which `mechanisms.host_memory` emulates;
+    each rank has its own, and both directions are in use at the same time.
     """
 
     inside: Link = field(default_factory=Link)
     between: Link = field(default_factory=Link)
+    host: Link = field(default_factory=Link)
 
     def to(self, peer: int, place: Place) -> Link:
         """Return the link from the rank at `place` to rank `peer`."""

@@ -6,6 +6,7 @@
     engine      gradient -> bucket -> launch in order -> wait; a reducer sends buckets
     buckets     which gradients are sent together: plain data
     comm_hook   a user's function that sends a bucket, as in PyTorch
+    host_memory the memory of the CPU beside the device, and the slow link to it
     hooks       calls from autograd when a gradient has been accumulated
     recovery    flags exchanged after every pass: failed passes, missing gradients
     timeline    the events of a backward pass, for the open event logs

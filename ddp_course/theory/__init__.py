@@ -8,6 +8,7 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     fit         alpha and beta, estimated from measured times (chapter 02)
     memory      stored and sent bytes of a rank, by ZeRO stage (chapters 06 to 08)
     activations bytes that forward keeps for backward (chapter 06)
+    offload     the time of a step whose states lie on the host (chapter 08)
     plan        the ZeRO stages that fit on a GPU, and their costs (chapter 08)
     tensor_parallel
                 sent and stored bytes of tensor parallelism (chapter 09)
@@ -75,6 +76,7 @@ from ddp_course.theory.memory import (
     shard_numel,
     step_volume,
 )
+from ddp_course.theory.offload import offloaded_step_time, zero_offload_step_time
 from ddp_course.theory.ordering import (
     Layer,
     binding_layer,

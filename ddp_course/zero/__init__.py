@@ -18,6 +18,9 @@ Read the modules in this order:
     stage3        `FullyShardedDataParallel`: overlapped messages, options, parts
     sharded_parts its parts; the order of prefetches; shards on the CPU
     metered       byte meters, memory ledgers and event logs for all of them
+    offloaded     stage 3 with its shards on the host, behind an emulated link
+    offloaded_optimizer
+                  ZeRO-Offload for one device: gradients out, parameters back
     sharded_checkpoint
                   save and load shards
     axis          what `parallelize` calls to add ZeRO to a model
@@ -27,6 +30,7 @@ Chapters 07 and 08.
 
 from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer, deal
+from ddp_course.zero.offloaded_optimizer import OffloadedOptimizer
 from ddp_course.zero.sharded_gradient_optimizer import ShardedGradientOptimizer
 from ddp_course.zero.shards import RowPiece, ShardedBucket, shard_plan
 from ddp_course.zero.stage1 import Zero1

@@ -22,9 +22,16 @@ from ddp_course.data import load_corpus
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import device
 from ddp_course.measure import EventLog, Ledger, MemoryLog, resident
+from ddp_course.mechanisms.host_memory import HostMemory
 from ddp_course.model import build_gpt
 from ddp_course.precision import Autocast
-from ddp_course.zero import FullyShardedDataParallel, ZeroRedundancyOptimizer, stage3
+from ddp_course.zero import (
+    FullyShardedDataParallel,
+    OffloadedOptimizer,
+    ZeroRedundancyOptimizer,
+    offloaded,
+    sharded_parts,
+)
 from ddp_course.zero.sharded_parts import OffloadedStorage
 
 ASKED = os.environ.get("DDP_COURSE_GPU_TESTS")  # "cpu", or nothing
@@ -305,6 +312,23 @@ def sharded(
         return losses, {k: t.cpu() for k, t in model.full_state_dict().items()}, seen
 
 
+def sharded_on_host() -> tuple:
+    """Train with the storage that chapter 08 measures."""
+    return sharded(**offloaded.module(HostMemory()))
+
+
+def offloaded_steps(on_host: bool) -> list[Tensor]:
+    """Return the parameters after three steps of SGD, here or on the host."""
+    model, kind = build_gpt(SMALL, seed=0).to(device()), torch.optim.SGD
+    if on_host:
+        optimizer = OffloadedOptimizer(model.parameters(), kind, HostMemory(), lr=0.1)
+    else:
+        optimizer = kind(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model, optimizer)
+    return [p.detach().cpu() for p in model.parameters()]
+
+
 class Uncopied(OffloadedStorage):
     """Plant: a gradient's home is made, and nothing is copied there."""
 
@@ -313,5 +337,5 @@ class Uncopied(OffloadedStorage):
 
 
 def planted_offload() -> tuple:
-    with mock.patch.object(stage3, "OffloadedStorage", Uncopied):
+    with mock.patch.object(sharded_parts, "OffloadedStorage", Uncopied):
         return sharded(cpu_offload=True)

@@ -31,9 +31,11 @@ from gpu_cases import (
     in_precisions,
     memory,
     nothing_lands,
+    offloaded_steps,
     planted_offload,
     scaled,
     sharded,
+    sharded_on_host,
     types_in,
 )
 from written_down import WrittenDown
@@ -155,8 +157,19 @@ def test_shards_on_the_cpu_train_as_those_on_the_gpu(way):
         assert its == pytest.approx(losses, rel=1e-5)
         assert largest_difference(state, other) < 1e-5
         assert seen["home"] == "cpu" and seen["pinned"] == bool(GPUS)
+    for (losses, _, _), (its, _, seen) in zip(
+        here, run(way, sharded_on_host), strict=True
+    ):
+        assert its == pytest.approx(losses, rel=1e-5) and seen["home"] == "cpu"
     planted = run(way, planted_offload)[0][1]
     assert largest_difference(on_gpu[0][1], planted) > 1e-3
+
+
+@each_way
+def test_zero_offload_trains_as_on_the_gpu(way):
+    here, there = (run(way, offloaded_steps, on_host)[0] for on_host in (False, True))
+    for a, b in zip(here, there, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @each_way

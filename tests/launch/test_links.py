@@ -13,7 +13,7 @@ from ddp_course.launch.topology import Topology
 latencies = st.floats(0, 10)
 bandwidths = st.floats(1, 1e12) | st.just(math.inf)
 any_link = st.builds(Link, latencies, bandwidths)
-any_links = st.builds(Links, any_link, any_link)
+any_links = st.builds(Links, any_link, any_link, any_link)
 
 
 def test_latency_and_bandwidth_add_up():

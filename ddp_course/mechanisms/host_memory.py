@@ -1,0 +1,68 @@
+"""The memory of the host: larger than that of the device that computes, and far away.
+
+On a GPU a copy between the two is a real one: pinned memory, `non_blocking=True`. On
+the CPU both are the same memory, so a copy is done at once, and a clock for each
+direction says when it would have arrived: `spawn(..., links=Links(host=Link(...)))`.
+Whoever needs the numbers waits for that moment. Chapter 08.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from ddp_course.launch.links import Link, current_links
+
+
+class Lane:
+    """One direction of the link to the host: its copies run one after the other.
+
+    Attributes:
+        nbytes: the bytes that were copied.
+        free_at: `time.perf_counter()` at which the last copy arrives.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.link, self.nbytes, self.free_at = link, 0, 0.0
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Begin to copy `source` into `target`; `wait` returns when it has arrived."""
+        target.copy_(source, non_blocking=True)
+        self.occupy(source.nbytes)
+
+    def occupy(self, nbytes: int) -> None:
+        """Count a copy that somebody else has begun, and reserve the time it takes."""
+        self.nbytes += nbytes
+        begin = max(time.perf_counter(), self.free_at)
+        self.free_at = begin + self.link.seconds(nbytes)
+
+    def wait(self) -> None:
+        """Sleep until the last copy would have arrived."""
+        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+
+
+class HostMemory:
+    """The memory of the CPU beside the device that computes, and the link to it.
+
+    Args:
+        link: the link; None means the one that the rank was launched with.
+
+    Attributes:
+        to_device: the lane for what is fetched.
+        to_host: the lane for what is stored.
+    """
+
+    def __init__(self, link: Link | None = None) -> None:
+        link = current_links().host if link is None else link
+        self.to_device, self.to_host = Lane(link), Lane(link)
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Allocate memory on the CPU; pinned, if the tensor is on a GPU."""
+        options = {"device": "cpu", "pin_memory": tensor.is_cuda}
+        return torch.empty(tensor.shape, dtype=tensor.dtype, **options)
+
+    def settle(self) -> None:
+        """Wait until all copies to the CPU have arrived, so that it can use them."""
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        self.to_host.wait()

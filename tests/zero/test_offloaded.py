@@ -1,0 +1,210 @@
+"""States on the host: the same training, the plan's bytes, and the time it costs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from fsdp_cases import GPT, batch
+from on_ranks import launched
+from torch import nn
+
+from ddp_course.chapters.ch08_fsdp.imagined_gpu import BACKWARD, FORWARD
+from ddp_course.chapters.ch08_fsdp.offload_runs import run_each
+from ddp_course.launch import Link, Links, spawn
+from ddp_course.measure import MemoryLog
+from ddp_course.mechanisms.host_memory import HostMemory, Lane
+from ddp_course.model import build_gpt
+from ddp_course.theory import offloaded_step_time, zero_offload_step_time
+from ddp_course.zero import (
+    FullyShardedDataParallel,
+    OffloadedOptimizer,
+    metered,
+    offloaded,
+)
+from ddp_course.zero.units import unit_plan
+
+STEPS = 3
+
+
+def trained(**options) -> dict[str, torch.Tensor]:
+    """Return the whole state after three steps of stage 3 with AdamW."""
+    model = FullyShardedDataParallel(build_gpt(GPT, 0), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for k in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):  # gradients add up
+            (model(*batch(k))[1] / 2).backward()
+        optimizer.step()
+    return model.full_state_dict()
+
+
+def in_both_places() -> tuple:
+    host = HostMemory()
+    here, there = trained(**metered.module()), trained(**offloaded.module(host))
+    same = [name for name in here if torch.equal(here[name], there[name])]
+    return len(here) - len(same), host.to_device.nbytes, host.to_host.nbytes
+
+
+def lost() -> int:
+    """Plant: gradients arrive as zeros."""
+    add = offloaded.HostStorage.add_gradient
+    zeros = mock.patch.object(
+        offloaded.HostStorage, "add_gradient", lambda flat, mean: add(flat, mean * 0)
+    )
+    with zeros:
+        return in_both_places()[0]
+
+
+two_ranks = launched(2, in_both_places, lost, links=Links(host=Link(0, 50e6)))
+
+
+def test_on_the_host_it_is_the_same_training_and_the_bytes_of_the_plan(two_ranks):
+    shards = sum(unit.nbytes // 2 for unit in unit_plan(build_gpt(GPT, 0), 2))
+    passes = 2 * STEPS
+    for differ, fetched, stored in two_ranks["in_both_places"]:
+        assert differ == 0
+        assert fetched == 2 * passes * shards  # for forward, and for backward
+        assert stored == passes * shards
+    assert all(two_ranks["lost"])
+
+
+# ---- ZeRO-Offload --------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Three layers; the last two share a weight, the first is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[0].requires_grad_(False)
+        self.layers[2].weight = self.layers[1].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def steps(make) -> tuple[list[torch.Tensor], nn.Module]:
+    model = Tied()
+    optimizer = make(model)
+    dice = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(torch.randn(4, 8, generator=dice)).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], model
+
+
+def plain(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def equal(cls) -> bool:
+    def make(model):
+        return cls(model.parameters(), torch.optim.AdamW, HostMemory(), lr=0.1)
+
+    pairs = zip(steps(plain)[0], steps(make)[0], strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+class Overwrites(OffloadedOptimizer):
+    """Plant: the second backward of a step replaces the first."""
+
+    def _leave(self, master, parameter):
+        master.grad = None
+        super()._leave(master, parameter)
+
+
+class ForgetsToReturn(OffloadedOptimizer):
+    """Plant: the new parameters stay on the host."""
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_zero_offload_is_the_same_training_bit_by_bit():
+    assert equal(OffloadedOptimizer)
+    assert not equal(Overwrites)
+    assert not equal(ForgetsToReturn)
+
+
+def kept_on_the_device(cls) -> int:
+    """Return how many parameters have a gradient after backward."""
+    model = Tied()
+    cls(model.parameters(), torch.optim.SGD, HostMemory(), lr=0.1)
+    with MemoryLog(model) as log:
+        model(torch.ones(4, 8)).backward()
+    assert log.moments
+    return sum(p.grad is not None for p in model.parameters())
+
+
+class Copies(OffloadedOptimizer):
+    """Plant: the gradient stays on the device, too."""
+
+    def _leave(self, master, parameter):
+        gradient = parameter.grad
+        super()._leave(master, parameter)
+        parameter.grad = gradient
+
+
+def test_no_gradient_stays_on_the_device():
+    assert kept_on_the_device(OffloadedOptimizer) == 0
+    assert kept_on_the_device(Copies) == 3
+
+
+def test_a_step_of_zero_offload_copies_each_parameter_out_and_back():
+    host = HostMemory()
+    steps(lambda m: OffloadedOptimizer(m.parameters(), torch.optim.AdamW, host))
+    nbytes = sum(p.nbytes for p in Tied().parameters() if p.requires_grad)
+    assert host.to_device.nbytes == STEPS * nbytes
+    assert host.to_host.nbytes == 2 * STEPS * nbytes  # two backwards in a step
+
+
+# ---- time ----------------------------------------------------------------------------
+
+BANDWIDTH = 25e6
+
+
+def formulas() -> dict[str, float]:
+    """Return the least seconds of each way of `offload_runs`, on one rank."""
+    root, block = (
+        unit.nbytes / BANDWIDTH for unit in unit_plan(build_gpt("1m"), 1)[:2]
+    )
+    [weights] = {
+        sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
+        for block in build_gpt("1m").blocks
+    }
+    args = 4, block, weights * FORWARD, weights * BACKWARD
+    return {
+        "all on the GPU": 4 * (args[2] + args[3]),
+        "nothing ahead": offloaded_step_time(*args, root_copy=root, prefetch=False),
+        "one unit ahead": offloaded_step_time(*args, root_copy=root),
+        "ZeRO-Offload": zero_offload_step_time(*args, root_copy=root),
+    }
+
+
+def too_fast(runs) -> list[str]:
+    return [name for name, least in formulas().items() if runs[name].seconds < least]
+
+
+def hurried() -> list[str]:
+    """Plant: nobody waits for the host."""
+    with mock.patch.object(Lane, "wait", lambda lane: None):
+        return too_fast(run_each())
+
+
+def test_no_step_is_faster_than_the_formula_and_the_plant_is():
+    one = {"world_size": 1, "output": "none", "links": Links(host=Link(0, BANDWIDTH))}
+    [runs] = spawn(run_each, **one)
+    assert too_fast(runs) == []
+    assert runs["one unit ahead"].seconds < runs["nothing ahead"].seconds
+    states = [run.state for run in runs.values()]
+    for state in states[1:]:
+        assert all(torch.equal(state[name], states[0][name]) for name in states[0])
+    [planted] = spawn(hurried, **one)
+    assert set(planted) >= {"nothing ahead", "ZeRO-Offload"}
