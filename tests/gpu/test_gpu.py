@@ -158,7 +158,7 @@ def test_shards_on_the_cpu_train_as_those_on_the_gpu(way):
         assert largest_difference(state, other) < 1e-5
         assert seen["home"] == "cpu" and seen["pinned"] == bool(GPUS)
     for (losses, _, _), (its, _, seen) in zip(
-        here, run(way, sharded_on_host), strict=True
+        on_gpu, run(way, sharded_on_host), strict=True
     ):
         assert its == pytest.approx(losses, rel=1e-5) and seen["home"] == "cpu"
     planted = run(way, planted_offload)[0][1]
@@ -167,8 +167,8 @@ def test_shards_on_the_cpu_train_as_those_on_the_gpu(way):
 
 @each_way
 def test_zero_offload_trains_as_on_the_gpu(way):
-    here, there = (run(way, offloaded_steps, on_host)[0] for on_host in (False, True))
-    for a, b in zip(here, there, strict=True):
+    states = [run(way, offloaded_steps, on_host)[0] for on_host in (False, True)]
+    for a, b in zip(*states, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 

@@ -41,9 +41,10 @@ def trained(**options) -> dict[str, torch.Tensor]:
 
 def in_both_places() -> tuple:
     host = HostMemory()
-    here, there = trained(**metered.module()), trained(**offloaded.module(host))
-    same = [name for name in here if torch.equal(here[name], there[name])]
-    return len(here) - len(same), host.to_device.nbytes, host.to_host.nbytes
+    on_device = trained(**metered.module())
+    on_host = trained(**offloaded.module(host))
+    same = [name for name in on_device if torch.equal(on_device[name], on_host[name])]
+    return len(on_device) - len(same), host.to_device.nbytes, host.to_host.nbytes
 
 
 def lost() -> int:
