@@ -13,7 +13,12 @@ import pytest
 import reading_time
 import yaml
 from conftest import OUTCOMES, write_down
-from links import dead_links, markdown, test_planted_dead_links_are_found  # noqa: F401
+from links import (
+    anchors,
+    dead_links,
+    markdown,
+    test_planted_dead_links_are_found,  # noqa: F401
+)
 
 from ddp_course.lab.draw.drawing import ROOM
 
@@ -130,7 +135,7 @@ NAME = re.compile(r'\]\(glossary\.md "([^"]+)"\)')  # a Chinese name: a link's t
 
 def apart_from_the_glossary(pages: dict[str, str]) -> list[tuple[str, str]]:
     """Return the Chinese names that a chapter or its line of the glossary lacks."""
-    line = re.compile(r"^\| .+? \| (.+?) \| .*\((\d\d_.+)\) \|$", re.M)
+    line = re.compile(r"^\| .+? \| (.+?) \| .*\((\d\d_\w+\.ipynb)[^)]*\) \|$", re.M)
     listed = dict(line.findall(pages["notebooks/glossary.md"]))
     wrong = []
     for name, page in listed.items():
@@ -153,9 +158,61 @@ def test_chapters_and_glossary_have_the_same_chinese_names():
 
 
 def test_the_glossary_is_in_alphabetical_order():
-    rows = re.findall(r"^\| ([^|]+) \|.*\.ipynb\) \|$", GLOSSARY, re.M)
+    rows = re.findall(r"^\| ([^|]+) \|.*\.ipynb[^)]*\) \|$", GLOSSARY, re.M)
     plain = [re.sub(r"[`*_ -]", "", row).casefold() for row in rows]
     assert plain == sorted(plain) and len(plain) > 150
+
+
+ROW = re.compile(r"\| (.+?) \| (.+?) \| .+ \| (\[[^]]+\]\((\d\d_\w+\.ipynb)[^)]*\)) \|")
+
+
+def section_link(term: str, chinese: str, page: str, text: str) -> str | None:
+    """Return the link to the section that introduces a term, as its row has it.
+
+    A section introduces a term if one of its links has the Chinese name as its tooltip,
+    and at least the beginning of one of the term's words as its text.
+    """
+    here = ""
+    for line in text.splitlines():
+        if heading := re.match("(#{1,3}) (.*)", line):
+            here = heading[2] if len(heading[1]) > 1 else ""
+        link = re.search(rf'\[([^]]+)\]\(glossary\.md "{re.escape(chinese)}"\)', line)
+        if link:
+            words = [w[:4] for w in re.findall(r"\w{3,}|\w\b", term.casefold())]
+            if not any(word in link[1].casefold() for word in words):
+                return None
+            (anchor,) = anchors(f"# {here}") if here else [""]
+            return (
+                f"[{page[:2]} · {here}]({page}#{anchor})"
+                if here
+                else f"[{page[:2]}]({page})"
+            )
+    return None
+
+
+def misplaced(glossary: str, pages: dict[str, str]) -> list[tuple]:
+    """Return (term, link, right link) of rows that do not lead to their section."""
+    rows = [line for line in glossary.splitlines() if line.startswith("| ")][1:]
+    wrong = [(row, None, None) for row in rows if not ROW.fullmatch(row)]
+    for term, chinese, link, page in ROW.findall(glossary):
+        right = section_link(term, chinese, page, pages[f"notebooks/{page}"])
+        wrong += [(term, link, right)] if link != right else []
+    return wrong
+
+
+def test_every_row_of_the_glossary_leads_to_the_section_that_introduces_its_term():
+    pages = texts()
+    assert misplaced(GLOSSARY, pages) == []
+    row = next(line for line in GLOSSARY.splitlines() if line.startswith("| flush"))
+    for old, new in (
+        ("[10 · Not the next batch]", "[10 · What is kept]"),
+        ("#not-the-next-batch", "#what-is-kept"),
+        ("(10_pipeline_parallel.ipynb", "(11_pipeline_schedules.ipynb"),
+        ("| flush |", "| bubble |"),  # the link there has another text
+        (" |", " ]"),
+    ):
+        assert old in row
+        assert len(misplaced(f"| term |\n{row.replace(old, new)}", pages)) == 1, new
 
 
 # ---- notebooks ---------------------------------------------------------------------
