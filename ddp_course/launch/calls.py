@@ -4,11 +4,16 @@ gloo does not compare shapes. Ranks that call `all_reduce` with unequal tensors 
 each other's connection, abort, wait for ever, or return wrong sums, and no error names
 a shape. So each rank writes its calls into memory that it shares with the launcher;
 there they outlive the rank, however it ends. A note takes about a microsecond.
+
+A rank may also start a small collective and return without waiting for it, as a
+pipeline's last stage does with its loss. Its peers may come to that collective much
+later, beside other work on few cores, and until then its process must live: `finish`.
 """
 
 import itertools
 import mmap
 from collections import defaultdict
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -23,6 +28,7 @@ from ddp_course.launch.strict_rules import facts_of, in_words
 NOTED = {"all_reduce": 2, "broadcast": 2, "reduce": 3}
 SLOTS, WIDTH = 32, 256  # notes that are kept of each rank; bytes of a note
 ROOM = SLOTS * WIDTH
+SMALL = 4096  # bytes: the handle of a collective keeps its tensor's memory
 
 Call = tuple[str, int]  # a group's name, and the number of a call in that group
 
@@ -56,14 +62,32 @@ def install(file: Path, rank: int) -> None:
         setattr(dist, name, _noting(name, position, note))
 
 
+_started: list[dist.Work] = []  # small collectives that were under way lately
+
+
+def finish() -> None:
+    """Wait for this rank's small collectives, in case that nobody did.
+
+    The launcher ends this process when no peer is left.
+    """
+    for work in _started:
+        with suppress(Exception):  # a peer has gone, and this rank has its result
+            work.wait()
+
+
 def _noting(name: str, position: int, note: Any) -> Any:
     original = getattr(dist, name)
 
     @wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
         group = args[position] if len(args) > position else kwargs.get("group")
-        note(name, args[0] if args else kwargs.get("tensor"), group)
-        return original(*args, **kwargs)
+        tensor = args[0] if args else kwargs.get("tensor")
+        note(name, tensor, group)
+        work = original(*args, **kwargs)
+        if work is not None and tensor.nbytes <= SMALL:
+            _started[:] = [each for each in _started if not each.is_completed()]
+            _started.append(work)
+        return work
 
     return collective
 

@@ -32,8 +32,9 @@ from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
 from ddp_course.launch.topology import here
 
-# Seconds that a finished rank stays alive, so that peers do not lose their connection
-# to it. A peer that still waits for its message then gets an error.
+# Seconds that a finished rank stays alive after the collectives that it has started, so
+# that peers do not lose their connection to it. A peer that still waits for its message
+# then gets an error.
 STAY = 2.0
 
 
@@ -82,6 +83,7 @@ def main(orders: Orders, pipes: Pipes) -> None:
     _flush()
     send_frame(pipes.result.fileno(), pickle.dumps({**report, "seconds": seconds}))
     if report["status"] == "ok":
+        calls.finish()
         time.sleep(STAY)  # usually the launcher kills this process here
     os._exit(0)  # at once: the peers of a failed rank notice that it has gone
 

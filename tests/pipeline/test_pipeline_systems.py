@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from fractions import Fraction
 from itertools import pairwise
@@ -22,7 +23,8 @@ from pipeline_cases import (
 )
 from torch import nn
 
-from ddp_course.launch import spawn
+from ddp_course.launch import RankError, calls, spawn
+from ddp_course.launch import rank as launched
 from ddp_course.measure import ByteMeter, EventLog, MemoryLog, SystemBytes, resident
 from ddp_course.pipeline import (
     SCHEDULES,
@@ -281,3 +283,25 @@ def test_with_real_compute_on_a_virtual_clock():
     assert 0.2 < share < 0.8  # 3/7 where all stages take equally long
     messages = [report.total_messages for _, report in results]
     assert messages == [8, 16, 16, 8]  # each is followed by one with the time
+
+
+# ---- how a rank leaves ---------------------------------------------------------------
+
+
+def first_stage_is_late(plant: bool) -> float:
+    """Let the first rank come to the loss when the last one has long returned."""
+    launched.STAY = 0.0  # as if the machine were much slower
+    if plant:
+        calls.finish = lambda: None
+    pipeline = PipelineParallel(untied(), "1f1b", 2)
+    take_loss = pipeline._loss_of
+    if dist.get_rank() == 0:
+        pipeline._loss_of = lambda run: (time.sleep(0.5), take_loss(run))[1]
+    return pipeline.step(*batch(0)).item()
+
+
+def test_a_last_stage_that_returns_early_still_sends_its_loss():
+    first, last = spawn(first_stage_is_late, False, world_size=2)
+    assert first == last
+    with pytest.raises(RankError, match="rank 1 returned while rank 0 still wanted"):
+        spawn(first_stage_is_late, True, world_size=2)
