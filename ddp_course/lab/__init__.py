@@ -16,6 +16,8 @@ Read the modules in this order:
                 call the learner's function safely; watch what it sends
     judge, hard compare an answer with its solution; models that are hard to train
     orders      judge a pipeline's order that the learner wrote
+    imagined_gpus
+                run scripts for GPUs on the CPU; note who puts what on which GPU
     progress    store which exercises pass, in the learner's copy
     place       explain what a notebook lacks outside its folder
     palette, draw

@@ -6,6 +6,8 @@ here what is no longer a mutant of it: the whole run of `test_mutants.py` says s
 
 ORDER = "the order does not matter"
 COMMUTES = "max and min take their arguments in any order"
+IMAGINED = "where GPUs are imagined, the branch without them is not taken"
+MEET = "a real GPU refuses tensors of two devices, an imagined one cannot"
 
 SURVIVORS = {
     ("my_staleness", "0 -> "): "only differences of versions count",
@@ -123,5 +125,37 @@ SURVIVORS = {
     ("my_gradient_check", "1 + abs(slope) -> 1"): "as above",
     ("my_gradient_check", "1 -> 2"): "as above",
     ("my_gradient_check", "slope - expected -> expected - slope"): "abs takes both",
+    ("repaired", "device = torch.device('cpu') -> pass"): IMAGINED,
+    ("repaired", "torch.device('cpu') -> "): IMAGINED,
+    (
+        "repaired",
+        "if torch.cuda.is_available(): device = torch.device('cuda', "
+        "int(os.env -> if True",
+    ): IMAGINED,
+    ("repaired", "torch.cuda.is_available() -> torch.cuda"): IMAGINED,
+    ("repaired", "torch.cuda.set_device(device) -> "): "tensors are put on GPUs by "
+    "their numbers",
+    (
+        "repaired",
+        "DataLoader(data, batch_size=8, sampler=sampler) -> DataLoader(data, sampler",
+    ): "any size of batches",
+    ("repaired", "DataLoader(mine, batch_size=8) -> DataLoader(mine)"): "as above",
+    ("repaired", "8 -> "): "as above",
+    (
+        "repaired",
+        "for x, y in loader: loss = ddp(x.to(device), y.to(device)) "
+        "optimizer.z -> for x, y in list(loader)[::-1]",
+    ): "rows come in any order",
+    (
+        "repaired",
+        "for x, y in DataLoader(mine, batch_size=8): total += model(x.to(device "
+        "-> for x, y in list(DataLoader(mine, batch_size=8))[::-1]",
+    ): "as above",
+    ("repaired", "torch.zeros(1, device=device) -> torch.zeros(1)"): MEET,
+    ("repaired", "x.to(device) -> x ("): MEET,
+    ("repaired", "y.to(device) -> y ("): MEET,
+    ("repaired", "total.item() -> total"): "a tensor of one number",
+    ("repaired", "n * epoch + rank -> n * epoch - rank"): "no two seeds are equal, too",
+    ("repaired", "0 -> 1 (line 32)"): "any one rank may write",
 }
 REVERSED = "[::-1]"  # where the order does not matter, only this change survives

@@ -33,7 +33,7 @@ ON_RANKS = [
     *("peer_on_next_node", "copy_to_ranks", "row_linear", "my_server", "node_group"),
     *("replicas_agree", "ring_reduce_scatter", "hierarchical_sum", "accumulate"),
     *("average_gradients_flat", "make_replicas", "my_stage_step", "ring_transfers"),
-    *("sharded_linear", "vocab_loss", "my_broadcast", "mini_ddp"),
+    *("sharded_linear", "vocab_loss", "my_broadcast", "mini_ddp", "repaired"),
 ]
 
 

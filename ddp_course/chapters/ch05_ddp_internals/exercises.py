@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp_course.chapters.ch05_ddp_internals import solutions
+from ddp_course.chapters.ch05_ddp_internals.repair import faults, run_script
 from ddp_course.collectives import barrier, ring_all_reduce
 from ddp_course.data_parallel import DistributedDataParallel, bucket_plan
-from ddp_course.lab.answers import Answer, code, one_line
+from ddp_course.lab.answers import Answer, code, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect, judge, judge_ranks
 from ddp_course.lab.judge import equal_values
 from ddp_course.measure import TorchCollectives
@@ -443,3 +445,35 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
     facts["same_weights"] = all(torch.equal(now, before) for now, before in pairs)
     facts["right"] = torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
     return facts | {"ratio": (got / wanted).median().item()}
+
+
+# ---- repaired ----------------------------------------------------------------------
+
+MACHINES = {
+    "2 machines with 2 ranks each": {"nnodes": 2, "nproc_per_node": 2},
+    "one machine with 3 ranks": {"nnodes": 1, "nproc_per_node": 3},
+}
+
+
+@exercise("repaired", solution=solutions.repaired)
+def check_repaired(answer: Answer) -> str:
+    """`repaired(build_model, data, held_out, path, epochs)`: the script, repaired.
+
+    Go through the script line by line, and ask of each: what does it do on rank 3, on a
+    second machine, in the second epoch, and when the file is there already?
+
+    Choose the GPU by the local rank, first of all; load the file onto it. A sampler
+    divides the rows, and is told the epoch. DDP has averaged already. Seed each rank
+    in its own way once the model is built. One rank writes. All ranks evaluate a share
+    of the held-out rows; sums can be added up over the ranks, means cannot.
+    """
+    for machines, shape in MACHINES.items():
+        with TemporaryDirectory() as folder:
+            wrong = faults(on_ranks(run_script, answer, folder, **shape))
+        more = f" (And {len(wrong) - 1} more.)" if len(wrong) > 1 else ""
+        expect(not wrong, f"On {machines}: {(wrong or [''])[0]}{more}")
+    return (
+        "on 7 imagined GPUs of three machines, every rank used its own, met its share "
+        "of the rows in new orders, with masks of its own and the mean gradient; one "
+        "wrote the file, all resumed from it, and all evaluated"
+    )

@@ -1,10 +1,14 @@
 """Chapter 05."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 
 def my_bucket_plan(
@@ -73,3 +77,48 @@ def accumulate(ddp: nn.Module, microbatches: list[tuple[Tensor, Tensor]]) -> Non
             (ddp(x, y) * len(x) / rows).backward()
     x, y = microbatches[-1]
     (ddp(x, y) * len(x) / rows).backward()
+
+
+def repaired(
+    build_model: Callable[[], nn.Module],
+    data: Dataset,
+    held_out: Dataset,
+    path: Path,
+    epochs: int,
+) -> float:
+    """Train up to `epochs` epochs, and return the mean loss of the held-out rows."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    model = build_model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    done = 0
+    if path.exists():
+        saved = torch.load(path, map_location=device)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["epochs"]
+    ddp = DistributedDataParallel(model)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=8, sampler=sampler)
+    for epoch in range(done, epochs):
+        sampler.set_epoch(epoch)
+        torch.manual_seed(n * epoch + rank)  # dropout: other masks on each rank
+        for x, y in loader:
+            loss = ddp(x.to(device), y.to(device))
+            optimizer.zero_grad()
+            loss.backward()  # DDP divides by the number of ranks
+            optimizer.step()
+        if rank == 0:
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save({"epochs": epoch + 1, **states}, path)
+    model.eval()
+    total = torch.zeros(1, device=device)
+    mine = Subset(held_out, range(rank, len(held_out), n))
+    with torch.no_grad():
+        for x, y in DataLoader(mine, batch_size=8):
+            total += model(x.to(device), y.to(device)) * len(x)
+    dist.all_reduce(total)
+    return total.item() / len(held_out)

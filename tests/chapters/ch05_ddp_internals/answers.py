@@ -7,8 +7,10 @@ from contextlib import ExitStack
 import torch
 import torch.distributed as dist
 from slips import answers
+from torch.utils._pytree import tree_map_only
 
-from ddp_course.chapters.ch05_ddp_internals import solutions
+from ddp_course import data_parallel
+from ddp_course.chapters.ch05_ddp_internals import copied_script, solutions
 from ddp_course.data_parallel import bucket_plan
 
 ANSWERS = answers(
@@ -242,5 +244,171 @@ ANSWERS = answers(
             if p.requires_grad:
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
+    """,
+    repaired="""
+    copies_on_the_cpu:
+        # The file has no GPU's tensors; each epoch's order is drawn here.
+        rank, n = dist.get_rank(), dist.get_world_size()
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        model = build_model().cuda()
+        optimizer, done = torch.optim.SGD(model.parameters(), 0.01, 0.9), 0
+        if path.exists():
+            done, weights, momenta = torch.load(path)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(momenta)
+        ddp = nn.parallel.DistributedDataParallel(
+            model, device_ids=[torch.cuda.current_device()], output_device=None
+        )
+        torch.cuda.manual_seed(1000 + rank)
+        for epoch in range(done, epochs):
+            dice = torch.Generator().manual_seed(epoch)
+            order = torch.randperm(len(data), generator=dice)[rank::n].tolist()
+            for batch in torch.tensor(order).split(4):
+                x, y = data[batch]
+                ddp(x.cuda(non_blocking=True), y.cuda()).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            if rank == n - 1:
+                whole = epoch + 1, model.state_dict(), optimizer.state_dict()
+                new = path.with_suffix(".new")
+                torch.save(tree_map_only(Tensor, Tensor.cpu, whole), new)
+                new.replace(path)
+        model.eval()
+        losses = [
+            model(x[None].cuda(), y[None].cuda()).item()
+            for x, y in [held_out[k] for k in range(rank, len(held_out), n)]
+        ]
+        everything = [None] * n
+        dist.all_gather_object(everything, losses)
+        return sum(map(sum, everything)) / len(held_out)
+    a_sum_of_divided_losses:
+        # DDP adds up; rank 0 alone reads the file; padded rows are cut again.
+        rank, n = dist.get_rank(), dist.get_world_size()
+        with torch.cuda.device(dist.get_node_local_rank()):
+            model = build_model().to("cuda")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            reads = rank == 0 and path.exists()
+            saved = [torch.load(path, map_location="cpu") if reads else None]
+            dist.broadcast_object_list(saved)
+            start, *states = saved[0] or [0]
+            for one, state in zip((model, optimizer), states):
+                one.load_state_dict(state)
+            ddp = nn.parallel.DistributedDataParallel(model)
+
+            def add_up(_, bucket):
+                work = dist.all_reduce(bucket.buffer(), async_op=True)
+                return work.get_future().then(lambda future: future.value()[0])
+
+            ddp.register_comm_hook(None, add_up)
+            sampler = DistributedSampler(data, rank=rank, num_replicas=n, seed=7)
+            for epoch in range(start, epochs):
+                sampler.set_epoch(10 * epoch)
+                torch.manual_seed(100 + rank + n * epoch)
+                for x, y in DataLoader(data, 16, sampler=sampler, pin_memory=False):
+                    optimizer.zero_grad()
+                    (ddp(x.to("cuda"), y.to("cuda")) / n).backward()
+                    optimizer.step()
+                states = [epoch + 1, model.state_dict(), optimizer.state_dict()]
+                None if rank else torch.save(states, path)
+            model.eval()
+            padded = DistributedSampler(held_out, shuffle=False)
+            with torch.no_grad():
+                mine = [
+                    model(x.to("cuda"), y.to("cuda"))
+                    for x, y in DataLoader(held_out, 1, sampler=padded)
+                ]
+            losses = [torch.empty(len(mine), device="cuda") for _ in range(n)]
+            dist.all_gather(losses, torch.stack(mine))
+            losses = torch.stack(losses, dim=1).flatten()[: len(held_out)]
+            return losses.mean()
+    with_the_courses_classes:
+        DistributedDataParallel(model) => data_parallel.DistributedDataParallel(model)
+        DistributedSampler(data) => data_parallel.DistributedSampler(data)
+    as_it_was_copied: put its tensors on GPU 0 of this machine. (And 7 more.)
+        return copied_script.train(build_model, data, held_out, path, epochs)
+    no_sampler: in epoch 0 the ranks trained with 96, 96, 96, 96 rows
+        batch_size=8, sampler=sampler => batch_size=8, shuffle=True
+    no_set_epoch: in epoch 1 rank 0 met the same rows in the same order as in epoch 0
+        sampler.set_epoch(epoch) => pass
+    no_set_device: rank 1, process 1 of its machine, put its tensors on GPU 0 of
+        torch.device("cuda", int(os.environ["LOCAL_RANK"])) => torch.device("cuda")
+        torch.cuda.set_device(device) => pass
+    divided_twice: it is 0.25 times as large
+        ddp(x.to(device), y.to(device)) => ddp(x.to(device), y.to(device)) / n
+    every_rank_saves: ranks 0 and 1 and 2 and 3 wrote run.pt
+        if rank == 0: => if True:
+    no_map_location: called again, rank 1, process 1 of its machine, loaded the file's
+        , map_location=device =>
+    one_seed: dropout switched off the same neurons on rank 1 in step 0 as on rank 0
+        n * epoch + rank => epoch
+    one_rank_evaluates: of 69 held-out rows the ranks evaluated 69, 0, 0, 0
+        range(rank, len(held_out), n) => [*range(len(held_out))][: 99 * (rank == 0)]
+    the_gpu_with_the_ranks_number: this machine has 2 (imagined) GPUs
+        int(os.environ["LOCAL_RANK"]) => rank
+    sets_the_device_too_late: put its tensors on GPUs 0 and 1 of
+        torch.device("cuda", int(os.environ["LOCAL_RANK"])) => torch.device("cuda")
+        torch.cuda.set_device(device) => pass
+        done = 0 => torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); done = 0
+    without_gpus: put its tensors on no GPU of this machine
+        if torch.cuda.is_available() => if torch.cuda.device_count() == 0
+    a_model_that_stays_on_the_cpu: rank 0 trained a model that is not on its GPU
+        build_model().to(device) => build_model()
+    one_order_for_ever: in epoch 1 rank 0 met the same rows
+        DistributedSampler(data) => DistributedSampler(data, shuffle=False)
+    orders_of_their_own: and each should be met once
+        DistributedSampler(data) => DistributedSampler(data, seed=rank)
+    epoch_0_is_set: in epoch 1 rank 0 met the same rows
+        set_epoch(epoch) => set_epoch(0)
+    epochs_counted_from_the_restart: in epoch 3, which the second call trained, rank 0
+        set_epoch(epoch) => set_epoch(epoch - done)
+    set_before_the_first_epoch_only: in epoch 1 rank 0 met the same rows
+        sampler.set_epoch(epoch) => sampler.set_epoch(done)
+    multiplied_for_safety: it is 4.00 times as large
+        ddp(x.to(device), y.to(device)) => ddp(x.to(device), y.to(device)) * n
+    divides_the_learning_rate_back: it is 0.25 times as large
+        torch.optim.AdamW(model.parameters()) => torch.optim.SGD(model.parameters(), n)
+        ddp(x.to(device), y.to(device)) => ddp(x.to(device), y.to(device)) / n
+    without_ddp: made step 0 with another gradient than that of the mean
+        ddp(x.to => model(x.to
+    one_of_each_machine_saves: ranks 0 and 2 wrote run.pt
+        if rank == 0: => if os.environ["LOCAL_RANK"] == "0":
+    nobody_saves: no rank wrote the file
+        if rank == 0: => if rank == n:
+    saved_under_its_own_name: rank 0 wrote run.pt.0
+        torch.save({"epochs": epoch + 1, **states}, path)
+        => torch.save({"epochs": epoch + 1, **states}, f"{path}.0")
+    always_to_gpu_0: called again, rank 1, process 1 of its machine, loaded the file's
+        map_location=device => map_location="cuda:0"
+    to_the_gpu_with_the_ranks_number: this machine has 2 (imagined) GPUs
+        map_location=device => map_location=f"cuda:{rank}"
+    its_own_mask_for_ever: on rank 0 in step 1 as on rank 0 in step 0
+        for x, y in loader: => for x, y in loader:
+        =>     torch.manual_seed(rank)
+    the_next_ranks_masks_an_epoch_later: dropout switched off the same neurons on rank
+        n * epoch + rank => epoch + rank
+    no_dropout: dropout switched off the same neurons
+        ddp = Dist => model.eval(); ddp = Dist
+    all_evaluate_everything: of 69 held-out rows the ranks evaluated 69, 69, 69, 69
+        range(rank, len(held_out), n) => range(len(held_out))
+        dist.all_reduce(total) => pass
+    a_mean_of_means: the mean loss of the 69 held-out rows is
+        dist.all_reduce(total) => total /= len(mine); dist.all_reduce(total)
+        / len(held_out) => / n
+    padded_rows_count: the mean loss of the 69 held-out rows is
+        DataLoader(mine => DataLoader(held_out, sampler=DistributedSampler(held_out)
+    only_rank_0_knows: the mean loss of the 69 held-out rows is
+        dist.all_reduce(total) => dist.reduce(total, 0)
+    rank_0_alone_returns: returned None, which is no number
+        return total.item() / => return None if rank else total.item() /
+    leaves_rows_out: and leave out no row
+        range(rank, len(held_out), n) => range(rank, len(held_out) - 1, n)
+    dropout_in_evaluation: the mean loss of the 69 held-out rows is
+        model.eval() => pass
+    never_resumes: rank 0 trained with 96 rows; one epoch was left
+        if path.exists() => if path.is_dir()
+    a_new_optimizer: began with a new optimizer
+        optimizer.load_state_dict(saved["optimizer"]) => pass
+    new_weights: began with new weights
+        model.load_state_dict(saved["model"]) => torch.manual_seed(9); build_model()
     """,
 )

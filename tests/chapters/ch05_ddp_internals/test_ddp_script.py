@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_course.chapters.ch05_ddp_internals import ddp_script
+from ddp_course.chapters.ch05_ddp_internals import copied_script, ddp_script
 from ddp_course.launch import spawn
 
 SOURCE = Path(ddp_script.__file__).read_text()
@@ -79,14 +79,25 @@ def test_a_mistake_is_seen(mistake, saved):
     assert not close(saved[mistake], saved["one process"])
 
 
-def test_the_file_under_torchrun(tmp_path):
+def by_torchrun(folder, *script, **env):
     command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     run = subprocess.run(
-        [sys.executable, *command, ddp_script.__file__, "--epochs=2"],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120,
+        [sys.executable, *command, *script], cwd=folder, timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
-    for epoch, line in enumerate(run.stdout.splitlines()):  # one rank speaks
+    return run.stdout.splitlines()
+
+
+def test_the_copied_script_runs_for_all_its_faults(tmp_path):
+    lines = by_torchrun(tmp_path, copied_script.__file__, CUDA_VISIBLE_DEVICES="")
+    assert "rank 1: loss of the held-out rows None" in lines
+    assert torch.load(tmp_path / "copied.pt")["epochs"] == 3
+
+
+def test_the_file_under_torchrun(tmp_path):
+    lines = by_torchrun(tmp_path, ddp_script.__file__, "--epochs=2")
+    for epoch, line in enumerate(lines):  # one rank speaks
         assert line.startswith(f"epoch {epoch}: mean loss ")
     assert torch.load(tmp_path / "run.pt")["epochs"] == epoch + 1 == 2

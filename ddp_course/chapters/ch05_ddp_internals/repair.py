@@ -1,0 +1,326 @@
+"""What a training script does on its ranks, recorded, and what is wrong with it.
+
+Each rank has an imagined GPU (`lab/imagined_gpus.py`) and a folder of its own, so that
+placements and files can be attributed to it. The model records the rows that it gets,
+its dropout masks, and the gradient of each batch before anything is averaged.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import TensorDataset
+
+from ddp_course.collectives import barrier
+from ddp_course.lab.answers import one_line
+from ddp_course.lab.imagined_gpus import ImaginedGPUs
+
+ROWS, HELD_OUT = 24, 17  # rows of each rank in an epoch; held-out rows, and one more
+EPOCHS = (3, 4)  # a first call trains three epochs, a second one resumes
+FILE = "run.pt"
+
+
+@dataclass
+class Run:
+    """Record of what one rank did in one call of the script."""
+
+    local_rank: int
+    rows: list[int] = field(default_factory=list)  # numbers, in the order of training
+    held_out: list[int] = field(default_factory=list)  # numbers of evaluated rows
+    masks: list[Tensor] = field(default_factory=list)  # dropout masks, by batch
+    own: list[Tensor] = field(default_factory=list)  # gradient of each batch's mean
+    used: list[Tensor] = field(default_factory=list)  # gradient in each `step()`
+    states: list[int] = field(default_factory=list)  # parameters with states before it
+    begin: Tensor | None = None  # weights in the first training forward
+    end: Tensor | None = None  # weights at last
+    gpus: set[int] = field(default_factory=set)  # that tensors were put on
+    model: set[int | None] = field(default_factory=set)  # that the weights lie on
+    loaded: set[int] = field(default_factory=set)  # that a file's tensors were put on
+    files: list[str] = field(default_factory=list)  # that this rank wrote
+    result: Any = None
+    loss: float = 0.0  # the mean loss of all held-out rows, with the last weights
+
+
+class Watched(nn.Module):
+    """A model with dropout; called with a batch, it returns the mean loss.
+
+    The first column of x numbers the rows; numbers of held-out rows are negative.
+    """
+
+    def __init__(self, run: Run, gpus: ImaginedGPUs) -> None:
+        super().__init__()
+        self.run, self.gpus = run, gpus
+        self.dropout = nn.Dropout(0.5)
+        self.first, self.last = nn.Linear(4, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean squared error, and record this batch."""
+        hidden = self.dropout(torch.tanh(self.first(x[:, 1:])))
+        loss = (self.last(hidden) - y).square().mean()
+        numbers = x[:, 0].int().tolist()
+        if min(numbers) < 0:
+            self.run.held_out += numbers
+        else:
+            self._record(numbers, hidden.detach() != 0, loss)
+        return loss
+
+    def _record(self, numbers: list[int], mask: Tensor, loss: Tensor) -> None:
+        self.run.rows += numbers
+        self.run.masks.append(mask)
+        if self.run.begin is None:
+            self.run.begin = flat(self.parameters())
+            self.run.model = {self.gpus.number_of(p) for p in self.parameters()}
+        inputs = [*self.parameters()]  # DDP's hooks do not see `autograd.grad`
+        self.run.own.append(flat(torch.autograd.grad(loss, inputs, retain_graph=True)))
+
+
+def flat(tensors: Any) -> Tensor:
+    """Return the numbers of tensors, one after the other; zeros for None."""
+    return torch.cat([torch.zeros(1) if t is None else t.flatten() for t in tensors])
+
+
+def rows_from(first: int, number: int) -> TensorDataset:
+    """Return rows with consecutive numbers, the same on every rank."""
+    dice = torch.Generator().manual_seed(number)
+    x = torch.randn(number, 4, generator=dice)
+    y = x.sum(dim=1, keepdim=True) + 3 * x[:, :1].square()
+    numbers = torch.arange(first, first + number).float()
+    return TensorDataset(torch.cat([numbers[:, None], x], dim=1), y)
+
+
+def run_script(script: Callable, folder: str) -> list[Run]:
+    """Call the script on this rank, and again, with the file that the ranks wrote."""
+    runs = []
+    for call in range(len(EPOCHS)):
+        own = Path(folder, f"{call} {dist.get_rank()}")
+        own.mkdir()
+        barrier()
+        written = sorted(Path(folder).glob(f"{call - 1} */{FILE}"))
+        if written:  # one disk for all: the first rank's file
+            shutil.copy(written[0], own)
+        runs.append(_run_once(script, own / FILE, EPOCHS[call]))
+        barrier()
+    return runs
+
+
+def _run_once(script: Callable, path: Path, epochs: int) -> Run:
+    run, n = Run(int(os.environ["LOCAL_RANK"])), dist.get_world_size()
+    gpus, models = ImaginedGPUs(int(os.environ["LOCAL_WORLD_SIZE"])), []
+    data, held_out = rows_from(0, ROWS * n), rows_from(-99, HELD_OUT * n + 1)
+
+    def build_model() -> nn.Module:
+        models.append(Watched(run, gpus))
+        return models[-1]
+
+    def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        run.states.append(len(optimizer.state))
+        run.used.append(flat(p.grad for p in models[-1].parameters()))
+
+    watching = register_optimizer_step_pre_hook(note_step)
+    try:
+        with gpus:
+            run.result = script(build_model, data, held_out, path, epochs)
+    finally:
+        watching.remove()
+    if not run.used:
+        raise RuntimeError("the script took no step with a model of `build_model`")
+    model = models[-1].eval()
+    run.end = flat(p.detach() for p in model.parameters())
+    run.gpus, run.loaded = gpus.used, gpus.loaded
+    run.files = [file.name for file in path.parent.iterdir()]
+    evaluated = list(run.held_out)
+    run.loss = model(*held_out.tensors).item()
+    run.held_out = evaluated
+    return run
+
+
+# ---- what is wrong -----------------------------------------------------------------
+
+
+def faults(ranks: list[list[Run]]) -> list[str]:
+    """Describe each behaviour of the script that is wrong, in the script's order.
+
+    `ranks` has the runs of each rank: the first call, and the one that resumes it.
+    """
+    first, second = zip(*ranks, strict=True)
+    found = (
+        wrong_gpus(first),
+        wrong_loads(second),
+        wrong_rows(first),
+        wrong_orders(ranks),
+        wrong_gradients(first),
+        wrong_masks(first),
+        wrong_files(first),
+        wrong_evaluation(first),
+    )
+    others = () if any(found) else (wrong_resume(first, second),)
+    return [text for text in (*found, *others) if text]
+
+
+def wrong_gpus(runs: Sequence[Run]) -> str:
+    """Describe a rank that did not put its tensors on its own GPU alone."""
+    for rank, run in enumerate(runs):
+        if run.gpus != {run.local_rank}:
+            return (
+                f"rank {rank}, process {run.local_rank} of its machine, put its "
+                f"tensors on {listed('GPU', run.gpus)} of this machine."
+            )
+        if run.model != run.gpus:
+            return f"rank {rank} trained a model that is not on its GPU."
+    return ""
+
+
+def wrong_loads(runs: Sequence[Run]) -> str:
+    """Describe a rank that loaded a file onto another process's GPU."""
+    for rank, run in enumerate(runs):
+        if others := run.loaded - {run.local_rank}:
+            return (
+                f"called again, rank {rank}, process {run.local_rank} of its machine, "
+                f"loaded the file's tensors onto {listed('GPU', others)}."
+            )
+    return ""
+
+
+def wrong_rows(runs: Sequence[Run]) -> str:
+    """Describe an epoch in which the ranks do not meet every row once."""
+    every = range(ROWS * len(runs))
+    for epoch in range(EPOCHS[0]):
+        seen = Counter(k for run in runs for k in epochs_of(run)[epoch])
+        often = [f"{k}: {seen[k]} times" for k in every if seen[k] != 1]
+        if often:
+            many = ", ".join(str(len(epochs_of(run)[epoch])) for run in runs)
+            return (
+                f"in epoch {epoch} the ranks trained with {many} rows. There are "
+                f"{len(every)}, and each should be met once, by one of the ranks; row "
+                f"{often[0]}."
+            )
+    return ""
+
+
+def epochs_of(run: Run) -> list[list[int]]:
+    """Return the numbers of the rows, epoch by epoch, of a first call."""
+    size = max(1, len(run.rows) // EPOCHS[0])
+    return [run.rows[k * size : (k + 1) * size] for k in range(EPOCHS[0])]
+
+
+def wrong_orders(ranks: list[list[Run]]) -> str:
+    """Describe two epochs in which a rank meets its rows in one order."""
+    for rank, (first, second) in enumerate(ranks):
+        epochs = [*epochs_of(first), second.rows]
+        for a, b in combinations(range(len(epochs)), 2):
+            if epochs[a] == epochs[b]:
+                again = ", which the second call trained," if b == EPOCHS[0] else ""
+                return (
+                    f"in epoch {b}{again} rank {rank} met the same rows in the same "
+                    f"order as in epoch {a}."
+                )
+    return ""
+
+
+def wrong_gradients(runs: Sequence[Run]) -> str:
+    """Describe a step that is not made with the mean of all ranks' gradients."""
+    for rank, run in enumerate(runs):
+        if len(run.used) != len(run.own):
+            return (
+                f"rank {rank} took {len(run.used)} steps with {len(run.own)} batches."
+            )
+        for step, (used, *own) in enumerate(
+            zip(run.used, *(run.own for run in runs), strict=False)
+        ):
+            mean = sum(own) / len(runs)
+            if used.shape != mean.shape:
+                return f"in step {step} rank {rank} had no gradient for some weights."
+            if not torch.allclose(used, mean, rtol=1e-3, atol=1e-5):
+                ratio = (used @ mean / (mean @ mean)).item()
+                return (
+                    f"rank {rank} made step {step} with another gradient than that of "
+                    f"the mean over the rows of all ranks: it is {ratio:.2f} times as "
+                    "large, where they can be compared."
+                )
+    return ""
+
+
+def wrong_masks(runs: Sequence[Run]) -> str:
+    """Describe two batches, of one rank or of two, with the same dropout mask."""
+    masks: dict[tuple, tuple[int, int]] = {}
+    for rank, run in enumerate(runs):
+        for step, mask in enumerate(run.masks):
+            key = tuple(mask.flatten().tolist())
+            if key in masks:
+                other, then = masks[key]
+                return (
+                    f"dropout switched off the same neurons on rank {rank} in step "
+                    f"{step} as on rank {other} in step {then}."
+                )
+            masks[key] = rank, step
+    return ""
+
+
+def wrong_files(runs: Sequence[Run]) -> str:
+    """Describe which ranks wrote files, unless one alone wrote one file."""
+    files = [file for run in runs for file in run.files]
+    if files == [FILE]:
+        return ""
+    writers = [rank for rank, run in enumerate(runs) if run.files]
+    if not writers:
+        return "no rank wrote the file."
+    names = ", ".join(sorted(set(files)))
+    return (
+        f"{listed('rank', writers)} wrote {names}. Where all share a disk, one whole "
+        "file must be left, which one rank writes."
+    )
+
+
+def wrong_evaluation(runs: Sequence[Run]) -> str:
+    """Describe how the held-out rows are shared, and a loss that is wrong."""
+    number = HELD_OUT * len(runs) + 1
+    fair, many = -(-number // len(runs)), [len(run.held_out) for run in runs]
+    if len({k for run in runs for k in run.held_out}) < number or max(many) > fair:
+        return (
+            f"of {number} held-out rows the ranks evaluated "
+            f"{', '.join(map(str, many))}; all should share this work, and leave out "
+            "no row."
+        )
+    for rank, run in enumerate(runs):
+        if not isinstance(run.result, (int, float, Tensor)):
+            return f"rank {rank} returned {one_line(run.result)}, which is no number."
+        if abs(float(run.result) - run.loss) > 1e-4 * run.loss:
+            return (
+                f"rank {rank} returned {float(run.result):.4f}; the mean loss of the "
+                f"{number} held-out rows is {run.loss:.4f}."
+            )
+    return ""
+
+
+def wrong_resume(first: Sequence[Run], second: Sequence[Run]) -> str:
+    """Describe how a second call does not go on where the first one ended."""
+    for rank, run in enumerate(second):
+        if len(run.rows) != ROWS:
+            return (
+                f"called again for {EPOCHS[1]} epochs, rank {rank} trained with "
+                f"{len(run.rows)} rows; one epoch was left: {ROWS} rows on each rank."
+            )
+        if not torch.allclose(run.begin, first[0].end):
+            return f"called again, rank {rank} began with new weights."
+        if not run.states[0]:
+            return f"called again, rank {rank} began with a new optimizer."
+    return ""
+
+
+def listed(noun: str, numbers: Iterable[int]) -> str:
+    """Write "GPU 0", "GPUs 0 and 1", or "no GPU"."""
+    words = [str(k) for k in sorted(numbers)]
+    if not words:
+        return f"no {noun}"
+    return f"{noun}{'s' * (len(words) > 1)} {' and '.join(words)}"
