@@ -66,8 +66,12 @@ def pins(requirements: list) -> dict[str, str]:
 
 
 def differing(environment: dict, project: dict) -> dict[str, tuple]:
-    """Return the packages whose pins are not the same for conda and for pip."""
+    """Return the packages whose pins are not the same for conda and for pip.
+
+    Of pip's packages for tests, conda's environment names nbval alone.
+    """
     conda, pip = pins(environment["dependencies"]), pins(project["dependencies"])
+    pip["nbval"] = pins(project["optional-dependencies"]["test"])["nbval"]
     conda["torch"] = conda.pop("pytorch", None)
     conda.pop("pip", None)
     pip["python"] = project["requires-python"]
@@ -85,6 +89,8 @@ def test_environment_has_the_pins_of_pyproject():
 def test_a_pin_that_differs_is_seen():
     other = {**PROJECT, "dependencies": ["torch>=2.8"] + PROJECT["dependencies"][1:]}
     assert set(differing(ENVIRONMENT, other)) == {"torch"}
+    less = [line for line in ENVIRONMENT["dependencies"] if "nbval" not in line]
+    assert set(differing({"dependencies": less}, PROJECT)) == {"nbval"}
 
 
 def test_python_and_torch_are_the_supported_ones():
