@@ -8,10 +8,10 @@ is the whole tensor:
     rank 1   [  0,   0, 3.5, 4.5]
     sum      [1.5, 2.5, 3.5, 4.5]
 
-Bytes are added, as integers, so no bit changes, not even those of -0.0 and nan. Tensors
-are assembled one by one, so that beside the parts and the result only one tensor exists
-twice. A sharded checkpoint does the same with files in place of the sum
-(`zero.sharded_checkpoint`).
+Bytes are added, as integers, so no bit changes, not even those of -0.0 and nan. Small
+tensors are summed together, as every message takes time, and large ones one by one, so
+that beside the parts and the result only one large tensor exists twice. A sharded
+checkpoint does the same with files in place of the sum (`zero.sharded_checkpoint`).
 
 The state of a divided optimizer is assembled in the same way. To load it, all ranks
 pass the whole state, and each keeps its own part. Chapters 07 and 08.
@@ -40,6 +40,7 @@ from ddp_course.mechanisms.placements import (
 Group = dist.ProcessGroup
 Names = list[list[str]]  # the parameters' names in each group of an optimizer, in order
 State = dict[str, Any]  # a parameter's state: name -> value
+TOGETHER = 2**20  # bytes of small tensors that are summed together, at most
 Item = tuple[Placed, State]  # how a parameter was cut, and its state, cut likewise
 
 
@@ -51,13 +52,6 @@ def way_of(tensor: Tensor) -> Placed:
             "parameters()"
         )
     return way
-
-
-def whole_of(part: Tensor, steps: Sequence[Step]) -> Tensor:
-    """Return the tensor that was cut by these steps, with zeros around `part`."""
-    for step in reversed(steps):
-        part = step.around(part)
-    return part
 
 
 @dataclass(frozen=True)
@@ -107,23 +101,28 @@ def assemble(
     known = _known(own, steps, groups)
     where = device_of(groups[0]) if groups else "cpu"
     whole: dict[str, State] = {}
+    waiting: list[tuple[Tensor, State, str]] = []  # tensors, and the sums' places
     for name in order:
         if name not in known:
             continue
         holder, entries = known[name]
         owned = name in own and _owns(steps[name], groups, holder)
-        state: State = {}
+        state = whole[name] = dict(entries)
         for key, entry in entries.items():
-            state[key] = entry
             if isinstance(entry, Form):
                 part = own[name][1].get(key) if owned else None
                 zeros = torch.empty_strided(
                     entry.shape, entry.stride, dtype=entry.dtype, device=where
                 ).zero_()
                 if part is not None:
-                    zeros.copy_(whole_of(part.detach(), steps[name]))
-                state[key] = _sum(zeros, groups, everywhere)
-        whole[name] = state
+                    part = part.detach()
+                    for step in reversed(steps[name]):
+                        part = step.around(part)
+                    zeros.copy_(part)
+                if zeros.nbytes + sum(z.nbytes for z, _, _ in waiting) > TOGETHER:
+                    _sum(waiting, groups, everywhere)
+                waiting.append((zeros, state, key))
+    _sum(waiting, groups, everywhere)
     first = all(dist.get_rank(group) == 0 for group in groups)
     return whole if everywhere or first else {}
 
@@ -166,18 +165,22 @@ def _owns(steps: Sequence[Step], groups: Sequence[Group], holder: int) -> bool:
     return all(s.owns for s in steps) and all(dist.get_rank(g) == 0 for g in others)
 
 
-def _sum(zeros: Tensor, groups: Sequence[Group], everywhere: bool) -> Tensor | None:
-    """Add up the bytes of all ranks' tensors; return the sum where it is wanted."""
-    if zeros.numel():
-        data = in_memory_order(zeros, zeros.stride()).view(torch.uint8)
-        for group in reversed(groups):
-            if everywhere:
-                dist.all_reduce(data, group=group)
-                continue
+def _sum(waiting: list[tuple], groups: Sequence[Group], everywhere: bool) -> None:
+    """Add up all ranks' tensors; store the sums, None on ranks that get none."""
+    flats = [in_memory_order(z, z.stride()).view(torch.uint8) for z, _, _ in waiting]
+    data = flats[0] if len(flats) == 1 else torch.cat([torch.empty(0).byte(), *flats])
+    wanted = True
+    for group in reversed(groups) if data.numel() else ():
+        if everywhere:
+            dist.all_reduce(data, group=group)
+        elif wanted:
             dist.reduce(data, dist.get_global_rank(group, 0), group=group)
-            if dist.get_rank(group) > 0:
-                return None
-    return zeros.cpu()
+            wanted = dist.get_rank(group) == 0
+    parts = data.split([*map(len, flats)])
+    for (zeros, state, key), flat, part in zip(waiting, flats, parts, strict=True):
+        flat.copy_(part)
+        state[key] = zeros.cpu() if wanted else None
+    waiting.clear()
 
 
 # ---- the state of an optimizer ------------------------------------------------------

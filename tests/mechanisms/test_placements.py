@@ -12,6 +12,7 @@ import torch.distributed as dist
 from on_ranks import error_of, launched
 from torch import Tensor, nn
 
+from ddp_course.mechanisms import assembly
 from ddp_course.mechanisms.assembly import assemble
 from ddp_course.mechanisms.divided import PlainModel
 from ddp_course.mechanisms.placements import (
@@ -250,6 +251,15 @@ def assembled() -> dict:
     return {name: bits_of(state[""]) for name, state in wholes.items()}
 
 
+def in_several_messages() -> list[dict]:
+    """Sum each tensor alone, and a few of them together."""
+    results = []
+    for nbytes in (0, 30):
+        with patch.object(assembly, "TOGETHER", nbytes):
+            results.append(assembled())
+    return results
+
+
 def both_own() -> dict:
     """The plant: replicas that both write what they have."""
     with patch.object(Step, "owns", True):
@@ -263,6 +273,12 @@ def test_what_ranks_assemble_has_every_bit(eight_ranks):
             assert bits == bits_of(WHOLES[name.split(" ")[0]]), name
         assert planted["signs Shard(dim=0)"] == right["signs Shard(dim=0)"]
         assert planted["signs Replicate()"] != right["signs Replicate()"]
+    for several, right in zip(
+        eight_ranks["in_several_messages"], eight_ranks["assembled"], strict=True
+    ):
+        assert several == [right, right]
 
 
-eight_ranks = launched(8, divided, norms, assembled, both_own, timeout=120)
+eight_ranks = launched(
+    8, divided, norms, assembled, in_several_messages, both_own, timeout=120
+)
