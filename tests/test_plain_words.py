@@ -30,11 +30,11 @@ _VERBS = """
     explain export expose extract fail fetch fill find finish fit flatten flush fold
     follow forbid force format forward free gather generate get group grow guard halve
     hash hatch ignore import increment initialise initialize insert inspect install
-    interrupt invert iterate join keep kill label launch let limit list listen load
-    locate lock log lower map mark mask match measure merge move multiply name negate
-    normalise normalize notify offload open order overwrite pack pad parse partition
-    pass patch pause perform permute pick pickle place plan play plot poll pop post
-    predict prefetch prepare preserve prevent print process profile project protect
+    interrupt invert iterate join judge keep kill label launch let limit list listen
+    load locate lock log lower map mark mask match measure merge move multiply name
+    negate normalise normalize notify offload open order overwrite pack pad parse
+    partition pass patch pause perform permute pick pickle place plan play plot poll pop
+    post predict prefetch prepare preserve prevent print process profile project protect
     prove publish pull push quantize query queue raise read receive record recover
     reduce reduce-scatter refuse register reject release reload remember remove rename
     render reorder repeat replace replay report request require rescale reserve reset

@@ -48,7 +48,7 @@ SHARES = (0.25, 0.5, 1.0)  # a message's time, over that of a forward step of zi
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield rows of real computing for numbers of ranks, then of waiting for links."""
+    """Yield rows of computing for several numbers of ranks, then of simulated links."""
     for ranks in (2, RANKS):
         for length in (1024,) if quick else (1024, 4096):
             timings = steps.on_ranks(ranks, computing, length, 3 if quick else 9)
@@ -112,7 +112,7 @@ def once(attend: Callable[..., Tensor], parts: list[Tensor]) -> None:
 
 
 class Step(NamedTuple):
-    """Seconds of one rank's step, and in it of its computing and of its sending."""
+    """The seconds of one rank's step, of its computing and of its sending."""
 
     step: float
     compute: float
@@ -153,7 +153,7 @@ def waited_steps(seconds: float, turns: int) -> tuple[list[Step], list[Step]]:
 
 
 def waited_step(assignment: str, seconds: float) -> list[Event]:
-    """Run forward and backward in a ring whose steps wait; return its events."""
+    """Run forward and backward in a ring with sleeping steps; return its events."""
     n, rank = dist.get_world_size(), dist.get_rank()
     c, assigned = SHORT // n, assign(SHORT, n, assignment)
     slow, recorder = SleepingSteps(seconds / c**2), RingRecorder()

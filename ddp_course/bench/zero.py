@@ -51,7 +51,7 @@ def zero_best(model: nn.Module) -> steps.Parallelized:
 def fully_sharded(
     model: nn.Module, best: bool = True, reshard_after_forward: bool | None = None
 ) -> steps.Parallelized:
-    """Return PyTorch's fully_shard of every block, and of the rest."""
+    """Return the model with PyTorch's fully_shard on every block and on the rest."""
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward)
     fully_shard(model, reshard_after_forward=reshard_after_forward)

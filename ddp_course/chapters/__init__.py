@@ -1,4 +1,4 @@
-"""Beside the floors: a room per chapter, named as its notebook; nothing lists them.
+"""Beside the floors: a folder for each chapter, with the name of its notebook.
 
 chNN_topic/exercises.py   its checks: each an `Exercise`
 chNN_topic/solutions.py   a solution of each, which `show_solution` shows
@@ -44,7 +44,7 @@ def all_exercises() -> dict[str, Exercise]:
 
 
 def hint(name: str, step: int = 1) -> Markdown:
-    """Show a hint for the exercise `name`; the one of step 2 says nearly all."""
+    """Show a hint for the exercise `name`; step 2 explains nearly everything."""
     return _exercise(name).hint(step)
 
 
@@ -62,7 +62,7 @@ def _exercise(name: str) -> Exercise:
 
 
 def images() -> dict[str, Callable[[], Drawing]]:
-    """Return the call that draws it for every file of `images/`, found in the rooms.
+    """Return {file of `images/`: function that draws it}, collected from all chapters.
 
     Raises ValueError if two modules draw the same file.
     """

@@ -1,4 +1,4 @@
-"""Write `images/` anew."""
+"""Redraw all files in `images/`."""
 
 from pathlib import Path
 

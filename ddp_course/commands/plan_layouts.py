@@ -299,7 +299,7 @@ def anchors() -> Table:
 
 
 def as_json(each: Prediction, workload: Workload, cluster: Cluster) -> dict[str, Any]:
-    """Return a prediction as JSON keeps it."""
+    """Return a prediction as plain data for JSON."""
     return each.candidate._asdict() | {
         "seconds": each.seconds,
         "mfu": each.mfu(workload, cluster),

@@ -105,7 +105,7 @@ class Gathered(Compressor):
     """
 
     def encode(self, v: Tensor, index: int) -> Tensor:
-        """Return numbers [numel] as bytes, uint8, the same number on all ranks."""
+        """Return numbers [numel] as uint8; all ranks return equally many bytes."""
         raise NotImplementedError
 
     def decode(self, data: Tensor, like: Tensor) -> Tensor:

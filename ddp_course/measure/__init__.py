@@ -1,14 +1,15 @@
-"""Floor 0: the meters; none needs a line in the code that it measures.
+"""Floor 0: the meters. The code that they measure need not be changed.
 
 Read the modules in this order:
 
     meter       bytes sent, by rank and peer, as the course's collectives count them
-    events      timelines: events, their overlap, traces for Perfetto blocks      the
-    meters and logs that are open now pytorch     the collectives that PyTorch calls,
-    and their sizes system      the bytes that this process writes, as the operating
-    system counts them storages    the memory of tensors, and labels on it memory
-    the bytes that are kept now, by kind memory_log  the bytes that are kept over time,
-    by kind; `allocations` reports changes
+    events      timelines: events, their overlap, traces for Perfetto
+    blocks      the meters and logs that are open now
+    pytorch     the collectives that PyTorch calls, and their sizes
+    system      the bytes that this process writes, as the operating system counts them
+    storages    the memory of tensors, and labels on it
+    memory      the bytes that are kept now, by kind
+    memory_log  the bytes that are kept over time; `allocations` reports changes
 """
 
 from ddp_course.ledger import KINDS, Ledger

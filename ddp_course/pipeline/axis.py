@@ -9,7 +9,7 @@ from ddp_course.strategy import Strategy
 
 
 def wrap(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
-    """Return the pipeline with this rank's stages of the model."""
+    """Wrap the model in a pipeline that has this rank's stages."""
     group = axes.group("pp")
     return PipelineParallel(model, layout.schedule, layout.microbatches, group)
 

@@ -20,7 +20,7 @@ from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.generation import KeyValueCache, check_length, most_likely
 from ddp_course.pipeline.stages import add_layers, spine
 
-Work = tuple[int, int] | None  # the number of the new token, the microbatch; or waiting
+Work = tuple[int, int] | None  # (number of the new token, microbatch); None: waiting
 
 
 def decoding_plan(ranks: int, microbatches: int, tokens: int) -> list[list[Work]]:

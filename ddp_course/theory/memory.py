@@ -84,7 +84,7 @@ def precision_named(precision: str | Precision) -> Precision:
 
 
 def states_of(optimizer: str | int) -> int:
-    """Return an optimizer's number of states per parameter; a number is returned."""
+    """Return the number of states per parameter of an optimizer, by name or number."""
     if isinstance(optimizer, int) and not isinstance(optimizer, bool):
         if optimizer >= 0:
             return optimizer

@@ -66,7 +66,7 @@ def _slice(my_slice: Callable, batch: Tensor) -> Tensor:
 
 
 def _judge(batch: Tensor, slices: list[Any]) -> None:
-    """Check what each rank got: a tensor of whole rows, as many, and the right ones."""
+    """Check each rank's slice: its type, whole rows, their number and their place."""
     each, taken = ROWS // len(slices), set()
     for rank, got in enumerate(slices):
         facts = {"tensor": isinstance(got, Tensor), "got": shown(got), "each": each}

@@ -1,4 +1,4 @@
-"""The figures of chapter 00: one process or four that do the same; the course's map."""
+"""The figures of chapter 00: one process beside four, and the course's map."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def course_map() -> Drawing:
 
 
 def _model(d: Drawing) -> None:
-    """Draw the whole thing, in grey: the batch, the layers, the optimizer's state."""
+    """Draw the undivided training in grey: batch, layers, optimizer state."""
     grey, blank = [WHOLE] * 4, " " * 4
     parts = (("batch", ROWS), ("one model", LAYERS), ("optimizer state", QUADRANTS))
     for i, (name, glyph) in enumerate(parts):
@@ -171,7 +171,7 @@ def _glyph(d: Drawing, parts: list, fills: list[str], names: str) -> None:
 
 
 def _curve(d: Drawing) -> None:
-    """Draw what all five come to: one loss curve on top of another."""
+    """Draw the common result of all five: one loss curve on top of another."""
     left, bottom = MIDDLE - 190, END + 58
     d.line((left, bottom - 50), (left, bottom), (left + 112, bottom))
     points = [(left + 6 + 5 * i, bottom - 6 - 38 / (1 + i / 4)) for i in range(21)]

@@ -125,7 +125,7 @@ def check_node_group(answer: Answer) -> str:
 
 
 def _use(node_group: Callable) -> dict[str, Any]:
-    """Create the groups, in step with the other ranks, and test the own one."""
+    """Create the groups together with the other ranks, and test this rank's group."""
     me = here()
     wanted = [p.rank for p in me.topology.places() if p.node_rank == me.node_rank]
     facts = {"rank": me.rank, "node": me.node_rank, "wanted": wanted}
@@ -154,7 +154,7 @@ class _OutOfStep(Exception):
 
 @contextmanager
 def _watched(node_group: Callable) -> Iterator[None]:
-    """Let every rank see what the others call before it calls `dist.new_group`.
+    """Compare the ranks' calls before each call of `dist.new_group`.
 
     Ranks that make different groups at the same time hang, or their groups are mixed
     up, which now and then goes well: that must not be left to luck.
@@ -173,7 +173,7 @@ def _watched(node_group: Callable) -> Iterator[None]:
 
 
 def _same(what: str) -> None:
-    """Raise _OutOfStep unless all ranks say the same here."""
+    """Raise _OutOfStep unless all ranks make the same call."""
     said = _from_all(what)
     for rank, other in enumerate(said):
         if other != said[0]:

@@ -1,4 +1,4 @@
-"""The figures of chapter 01: who is who, how ranks meet, and groups of ranks."""
+"""The figures of chapter 01: ranks on nodes, the rendezvous, and process groups."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def rendezvous(world_size: int = 4) -> Drawing:
 
 
 def _port(rank: int, peer: int, world_size: int, width: float) -> float:
-    """Return where `rank`'s block is connected to `peer`, so that no curves cross."""
+    """Return the point of `rank`'s block at which the curve to `peer` starts."""
     left = list(range(rank - 1, -1, -1))  # the nearest outermost
     right = list(range(world_size - 1, rank, -1))
     place = (left + right).index(peer)

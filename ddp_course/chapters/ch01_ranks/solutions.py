@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def global_rank(node_rank: int, local_rank: int, nproc_per_node: int) -> int:
-    """Return the rank: the nodes before this one are full, then come our own."""
+    """Return the rank: all ranks of earlier nodes, plus the place on this node."""
     return node_rank * nproc_per_node + local_rank
 
 

@@ -1,4 +1,4 @@
-"""The figures of chapter 02: what every rank has before and after; a deadlock."""
+"""The figures of chapter 02: buffers before and after a collective; a deadlock."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COLLECTIVES = {
 
 
 def before_after(name: str, world_size: int = 4) -> Drawing:
-    """Draw a collective as what every rank has before it and after it.
+    """Draw every rank's buffer before and after a collective.
 
     `name` is that of a collective, such as "all_reduce", or of a plan of the catalog.
     Raises ValueError for another name and for a world_size outside 1 to 8.
@@ -56,7 +56,7 @@ def before_after(name: str, world_size: int = 4) -> Drawing:
 
 
 def collectives(world_size: int = 4) -> Drawing:
-    """Draw the eight collectives of chapter 02, what is there before and after.
+    """Draw the buffers before and after each of chapter 02's eight collectives.
 
     Raises ValueError for a world_size outside 1 to 8.
     """
@@ -87,7 +87,7 @@ def collectives(world_size: int = 4) -> Drawing:
 def _transition(
     plan: Plan, buffer_width: float, least_height: float, label_width: float = 36
 ) -> Drawing:
-    """Draw what every rank has before and after, side by side."""
+    """Draw every rank's buffer before and after, side by side."""
     ranks, everything = range(plan.world_size), range(plan.chunks)
     shown = [
         [everything if shares_columns(plan) else sorted(has[r]) for r in ranks]
@@ -121,7 +121,7 @@ def _transition(
 def _row(
     d: Drawing, look: Look, plan: Plan, rank: int, chunks: Iterable[int], after: bool
 ) -> None:
-    """Draw a rank's chunks from the origin on; those that are not its own are blank."""
+    """Draw a rank's chunks from the origin on; chunks that it lacks are blank."""
     names, own = labels(plan), (plan.end if after else plan.start)[rank]
     for i, chunk in enumerate(chunks):
         everyone = complete(plan, chunk)
@@ -142,7 +142,7 @@ def _short(plan: Plan) -> str:
 
 
 def _in_words(plan: Plan) -> str:
-    """Describe what every rank has before and after."""
+    """Describe every rank's buffer before and after."""
     names = labels(plan)
 
     def chunks(which: frozenset[int]) -> str:
@@ -206,7 +206,7 @@ def deadlock() -> Drawing:
 
 
 def _calls(d: Drawing, calls: Sequence[Sequence[str]], stuck: bool) -> None:
-    """Draw what two ranks call, downwards in time, and the messages between them."""
+    """Draw the calls of two ranks, from top to bottom, and their messages."""
     ys = {}
     for rank, (left, names) in enumerate(zip((LEFT, RIGHT), calls, strict=True)):
         d.block(left, 46, CALL_W, 24, f"rank {rank}", fill=rank_color(rank), size=12)

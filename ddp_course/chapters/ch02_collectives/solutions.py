@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 
 def swap(tensor: torch.Tensor, peer: int) -> torch.Tensor:
-    """Return the peer's tensor. One of the two sends first: the one with less rank."""
+    """Return the peer's tensor. The rank with the lower number sends first."""
     got = torch.empty_like(tensor)
     if dist.get_rank() < peer:
         dist.send(tensor, peer)
@@ -17,7 +17,7 @@ def swap(tensor: torch.Tensor, peer: int) -> torch.Tensor:
 
 
 def my_broadcast(tensor: torch.Tensor) -> None:
-    """Send rank 0's numbers to all: ranks that have them send them on, far first."""
+    """Send rank 0's numbers to all: ranks that have them pass them on, far first."""
     rank, n = dist.get_rank(), dist.get_world_size()
     distance = 1
     while distance < n:

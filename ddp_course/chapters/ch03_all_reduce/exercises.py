@@ -143,7 +143,7 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
 
 
 def _chunks(d: Draw) -> tuple[list[Tensor]]:
-    """Return chunks of one type; in one case they are too long to wait in a buffer."""
+    """Return chunks of one type; in one case they are too long for socket buffers."""
     shapes = [(3,), (5,), (2, 3), (7,), (0,), (3, 1)][d.case == 0 :]
     dtype = d.same.choice([torch.int64, torch.float32, torch.float64])
     if d.case == 1:
@@ -235,7 +235,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
 
 
 def _numbers(rank: int, cluster: Topology) -> Tensor:
-    """Return what a rank brings: eighths, so that no sum of floats is rounded."""
+    """Return a rank's numbers: multiples of 1/8, so that no sum is rounded."""
     rows, dtype = CLUSTERS[cluster.nnodes, cluster.nproc_per_node]
     dice = torch.Generator().manual_seed(rank)
     numbers = torch.randint(-(2**20), 2**20, (rows, 1000), generator=dice)

@@ -137,7 +137,7 @@ def _nodes(d: Drawing, nnodes: int, size: int, wide: float, between: bool) -> No
 
 
 def _links(d: Drawing, places: list[Point], aside: Point, slow: bool) -> None:
-    """Draw a ring of ranks in a line; the way back runs `aside` from their edges."""
+    """Draw a ring of ranks in a line; the link back runs at a distance `aside`."""
     for start, end in zip(places, places[1:], strict=False):
         link(d, *edge_to_edge(start, end), slow=slow, both=len(places) == 2)
     if len(places) > 2:
@@ -255,7 +255,7 @@ def _field(d: Drawing, name: str, plan: Plan | None) -> None:
 
 
 def _name_link(d: Drawing, start: Point, end: Point, steps: str) -> None:
-    """Write the steps in which two ranks talk beside their link."""
+    """Write, beside the link of two ranks, the steps in which they use it."""
     (x0, y0), (x1, y1) = start, end
     x, y = (x0 + x1) / 2, (y0 + y1) / 2
     if y0 == y1:
@@ -268,7 +268,7 @@ def _name_link(d: Drawing, start: Point, end: Point, steps: str) -> None:
 
 
 def _pairs(plan: Plan) -> dict[tuple[int, int], list[int]]:
-    """Return in which steps each pair of ranks talks."""
+    """Return {pair of ranks: the steps in which they exchange messages}."""
     pairs = {}
     for pair in combinations(range(plan.world_size), 2):
         steps = {t.step for t in plan.transfers if {t.src, t.dst} == {*pair}}

@@ -22,7 +22,7 @@ def ring_transfers(world_size: int) -> list[Transfer]:
 
 
 def ring_reduce_scatter(chunks: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of `chunks[rank]`; what passes by grows by the own numbers."""
+    """Return the sum of `chunks[rank]`; each rank adds its numbers to passing sums."""
     rank, n = dist.get_rank(), dist.get_world_size()
     passing_by = chunks[(rank - 1) % n]
     for k in range(n - 1):

@@ -20,7 +20,7 @@ from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
 
 class Odd(nn.Module):
-    """Tied, frozen and empty parameters, buffers of 3 types; numbers from `seed`."""
+    """A model with tied, frozen and empty parameters and buffers of 3 types."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -43,16 +43,16 @@ class Odd(nn.Module):
         self.norm.num_batches_tracked.fill_(2**40 + 1 + seed)  # exact in no float32
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers: tied ones once."""
+        """Return all parameters and buffers, tied ones once."""
         return dict([*self.named_parameters(), *self.named_buffers()])
 
     def states(self) -> dict[str, Tensor]:
-        """Return copies of them."""
+        """Return copies of all parameters and buffers."""
         return {name: t.detach().clone() for name, t in self.tensors().items()}
 
 
 def _watch(function: Callable, model: nn.Module) -> dict[str, Any]:
-    """Call a function; tell which collectives of PyTorch and ours it called."""
+    """Call a function; return the collectives of PyTorch and ours that it called."""
     barrier()
     with TorchCollectives() as torchs, EventLog() as log, ByteMeter() as meter:
         function(model)
@@ -64,7 +64,7 @@ def _watch(function: Callable, model: nn.Module) -> dict[str, Any]:
 def _sending(
     facts: dict[str, Any], fine: bool, op: str, most: int, nbytes: int
 ) -> None:
-    """Record whether `op` was called as often as needed, if all ranks are `fine`.
+    """Judge the number and bytes of the calls of `op`, if all ranks are `fine`.
 
     Of PyTorch's collectives the tensors are known; of ours, what all ranks send:
     (n - 1) S in a broadcast, 2 (n - 1) S in an all-reduce, or n (n - 1) S for a small
@@ -127,7 +127,7 @@ def check_make_replicas(answer: Answer) -> str:
 
 
 def _replicate(function: Callable) -> dict[str, Any]:
-    """Call the reader's function on this rank, on a model from a seed of its own."""
+    """Call the reader's function on a model with this rank's own seed."""
     model, wanted = Odd(seed=dist.get_rank()), Odd(seed=0).states()
     before = model.tensors()
     places = {name: tensor.data_ptr() for name, tensor in before.items()}
@@ -193,7 +193,7 @@ LACKING = {
 
 
 def _gradients(rank: int, n: int) -> dict[str, Tensor | None]:
-    """Return made-up gradients, strided as their parameters are; rank 1 lacks one."""
+    """Return invented gradients with their parameters' strides; one rank lacks one."""
     draw = Draw(0, rank, n)
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
     gradients: dict[str, Tensor | None] = {}
@@ -207,7 +207,7 @@ def _gradients(rank: int, n: int) -> dict[str, Tensor | None]:
 
 
 def _average(function: Callable) -> dict[str, Any]:
-    """Call the reader's function on this rank, on a model with invented gradients."""
+    """Call the reader's function on a model with invented gradients."""
     rank, n = dist.get_rank(), dist.get_world_size()
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
     before, parameters = model.states(), dict(model.named_parameters())

@@ -26,7 +26,7 @@ SMALL_H = (HIGH - 2 * 10) / 3
 
 @dataclass(frozen=True)
 class DPStep:
-    """One move of DataParallel, and what lies where when it is over.
+    """One move of DataParallel, and the tensors of every replica after it.
 
     Attributes:
         name, says: the move, and what happens in it.
@@ -113,7 +113,7 @@ def dp_step(step: int = 0) -> Drawing:
 
 
 def _replica_0(d: Drawing, now: DPStep) -> None:
-    """Draw what replica 0 has: a line for each thing, a cell for each part of it."""
+    """Draw replica 0's tensors: a line for each kind, a cell for each part."""
     _panel(d, MARGIN, TOP, BIG, HIGH, 0)
     x = MARGIN + 74
     for i, what in enumerate(("rows", "model", "logits", "loss", "gradients")):
@@ -134,7 +134,7 @@ def _replica_0(d: Drawing, now: DPStep) -> None:
 
 
 def _sum(d: Drawing, x: float, y: float, parts: Sequence[int], travels: bool) -> None:
-    """Draw gradients that are added up: above each other, as in chapters 02 and 03."""
+    """Draw a sum of gradients as a stack, as in chapters 02 and 03."""
     if not parts:
         d.rect(x, y, CELL_W, CELL_H, fill="#FFFFFF", stroke=PANEL_EDGE)
         return
@@ -195,7 +195,7 @@ RING = ((98, 116), (322, 116), (322, 262), (98, 262))
 
 
 def dp_and_ddp() -> Drawing:
-    """Draw where the bytes pass: in DP a star, in DDP a ring. Chapter 04."""
+    """Draw the paths of bytes: a star in DP, a ring in DDP. Chapter 04."""
     d = Drawing(
         SIDE_W + 2 * MARGIN,
         2 * SIDE_H + 3 * MARGIN + 42,
@@ -245,7 +245,7 @@ def _side(d: Drawing, name: str, what: str, cost: str) -> None:
 
 
 def _card(d: Drawing, k: int, at: Point, has: Sequence[str]) -> None:
-    """Draw a replica around the point `at`, and what it has."""
+    """Draw a replica and its tensors around the point `at`."""
     x, y = at[0] - CARD_W / 2, at[1] - CARD_H / 2
     d.rect(x, y, CARD_W, CARD_H, fill=PANEL, stroke=PANEL_EDGE, radius=6)
     d.block(x + 6, y + CARD_H / 2 - 12, 20, 24, f"{k}", fill=rank_color(k))
@@ -262,7 +262,7 @@ def _out_and_back(d: Drawing, a: Point, b: Point) -> None:
 
 
 def _next(d: Drawing, a: Point, b: Point) -> None:
-    """Draw an arrow along the ring from card `a` to card `b`, with what it carries."""
+    """Draw an arrow along the ring from card `a` to card `b`, with its bytes."""
     (x0, y0), (x1, y1) = a, b
     ux, uy = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
     cut_x, cut_y = ux * (CARD_W / 2 + 6), uy * (CARD_H / 2 + 6)

@@ -72,7 +72,7 @@ class FewLargeProducts(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
+        """Multiply by all matrices."""
         return self.layers(x)
 
 
@@ -103,7 +103,7 @@ class Timing:
 
 
 def threads_against_processes(replicas: int = 2, turns: int = 15) -> list[Timing]:
-    """Measure both models in all four ways, on this machine: eight `Timing`s.
+    """Measure both models in all four ways; return eight `Timing`s.
 
     One launch of `replicas` ranks with a thread each. In every turn each way is run
     once, and every turn begins with another, so that whatever else the machine does
@@ -122,7 +122,7 @@ def threads_against_processes(replicas: int = 2, turns: int = 15) -> list[Timing
 
 
 def timings(model: str, by_rank: list[Times]) -> list[Timing]:
-    """Combine what all ranks measured: a way has ended when its last rank has."""
+    """Combine the ranks' times: a way ends when its last rank has ended."""
     seconds, cpu_seconds = {}, {}
     for way in WAYS:
         turns = list(zip(*(times[way] for times in by_rank), strict=True))
@@ -167,7 +167,7 @@ def measure(turns: int) -> dict[str, Times]:
 
 
 def ways_of(model: nn.Module, batch: Tensor, replicas: int) -> dict[str, Way]:
-    """Return a function for each way, which returns the outputs of its replicas."""
+    """Return {way: function that runs all replicas and returns their outputs}."""
     parts = batch.chunk(replicas)
     mine = parts[here().rank]
     data_parallel = DataParallel(model, [CPU] * replicas)
@@ -181,7 +181,7 @@ def ways_of(model: nn.Module, batch: Tensor, replicas: int) -> dict[str, Way]:
 
 
 def timed(way: Way, takes_part: bool) -> tuple[float, float]:
-    """Begin together, and return this rank's seconds and CPU seconds."""
+    """Call a function after a barrier; return its seconds and CPU seconds."""
     meeting().agree_now("begin")
     wall, cpu = time.perf_counter(), time.process_time()
     if takes_part:

@@ -104,7 +104,7 @@ OF_A_TYPE = {
 
 
 def _judge_plan(where: str, got: Any, parameters: Pairs, cap: int, first: int) -> None:
-    """Expect a plan to be right; tell the plainest fault first."""
+    """Raise a Hint for a wrong plan, about its most obvious fault."""
     lists = isinstance(got, list) and all(
         isinstance(b, list) and all(isinstance(name, str) for name in b) for b in got
     )
@@ -246,7 +246,7 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
 
 
 class _Noting:
-    """A handle that notes when it is waited for."""
+    """A handle that records the wait for it."""
 
     def __init__(self, work: Any, bucket: int, events: list[tuple[str, int]]) -> None:
         self.work, self.bucket, self.events = work, bucket, events
@@ -271,7 +271,7 @@ def _which_bucket(flat: Any, buckets: list[list[Tensor]]) -> int:
 def _check_turn(
     events: list[tuple[str, int]], bucket: int, members: Sequence[Sequence[int]]
 ) -> None:
-    """Raise before anything is sent that does not belong together."""
+    """Raise an error if the ranks launch different buckets, before any is sent."""
     launched = [k for what, k in events if what == "launch"]
     if launched != list(range(len(launched))):
         raise RuntimeError(
@@ -299,7 +299,7 @@ def _share(k: int, rank: int, step: int, n: int) -> Tensor:
 def _launches(
     events: list[tuple[str, int]], members: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Describe what was launched when, relative to the gradients' order."""
+    """Describe which buckets were launched between which gradients."""
     launched = [k for what, k in events if what == "launch"]
     came = [at for at, (what, _) in enumerate(events) if what == "gradient"]
     late = 0

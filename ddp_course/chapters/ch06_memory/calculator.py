@@ -132,7 +132,7 @@ def _draw(
 
 
 def _spell_out(d: Drawing, row: Any, y: float, amount: Unit) -> None:
-    """Write what a stage's total is made of, and what it sends."""
+    """Write the parts of a stage's total, and the bytes that it sends."""
     parts = [amount.number(row.ledger[k]) for k in ORDER if row.ledger[k]]
     words = f"{row.name}: {' + '.join(parts)} = {amount(row.ledger.total)}"
     d.text(MARGIN, y, words, size=12, bold=True, anchor="start")
@@ -159,7 +159,7 @@ def _draw_bar(d: Drawing, ledger: Ledger, scale: float, amount: Unit) -> None:
 
 @dataclass(frozen=True)
 class Unit:
-    """Decimal GB, or MB if all there is to write is less than a GB."""
+    """A unit for all numbers of a figure: decimal GB, or MB if all are below a GB."""
 
     name: str
     size: float

@@ -64,7 +64,7 @@ def check_my_ledger(answer: Answer) -> str:
 
 
 def _kept() -> Iterator[tuple[str, str, Watched]]:
-    """Yield models and optimizers that each hide a difficulty, with what to look at."""
+    """Yield (description, model, optimizer): each hides a difficulty."""
     layer = nn.Linear(5, 3)
     yield (
         "a layer before its first backward",
@@ -119,7 +119,7 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
 
 
 def _stepped(model: nn.Module, make: Callable) -> Watched:
-    """Return a model and its optimizer after a step of what is trained."""
+    """Return a model and its optimizer after one training step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = make(trained)
     for parameter in trained:
@@ -129,7 +129,7 @@ def _stepped(model: nn.Module, make: Callable) -> Watched:
 
 
 def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return what must be the same objects after a count."""
+    """Return the objects that a count must not replace."""
     kept: list[Any] = [t for p in model.parameters() for t in (p, p.grad)]
     for parameter, state in optimizer.state.items():
         kept += [parameter, *state.values()]

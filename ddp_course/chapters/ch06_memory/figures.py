@@ -32,7 +32,7 @@ class Moment:
 
     @property
     def height(self) -> float:
-        """The height of what is alive, in pixels."""
+        """The height of the column, in pixels."""
         return (
             PARAMETERS
             + STATES
@@ -42,7 +42,7 @@ class Moment:
 
 
 def moments(layers: int = LAYERS) -> list[Moment]:
-    """Return what is alive after each operation of a training step.
+    """Return the memory in use after each operation of a training step.
 
     Forward leaves a layer's activations behind; backward turns them into its gradients,
     the last layer first; `zero_grad` frees all gradients.
@@ -108,7 +108,7 @@ def _draw_phases(d: Drawing, columns: Sequence[Moment], top: float) -> None:
 
 
 def _draw_column(d: Drawing, x: float, bottom: float, moment: Moment) -> None:
-    """Draw what is alive after an operation: gradients, and activations above them."""
+    """Draw the memory in use after an operation: gradients, and activations above."""
     y, wide = bottom - STATES - PARAMETERS, COLUMN - GAP
     for layer in moment.gradients:
         y -= GRADIENT

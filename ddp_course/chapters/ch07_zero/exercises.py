@@ -43,7 +43,7 @@ def _row(d: Draw) -> tuple[list[int], int, int]:
 
 
 def wrong_pieces(case: Case) -> str:
-    """Describe what is wrong with a rank's pieces: the mistakes that have a name."""
+    """Describe the mistake in a rank's pieces, if it is a well-known one."""
     numels, rank, n = case.args.values()
     got, sum_, length = case.got, sum(numels), -(-sum(numels) // n)
     returned = f"returned {code(str(got))};"
@@ -128,7 +128,7 @@ def _step(d: Draw) -> tuple[Tensor, Tensor, Tensor, float, float]:
 
 
 def wrong_step(case: Case) -> str:
-    """Describe whether this rank's weights are wrong, another's, or the momentum."""
+    """Describe what is wrong: this rank's weights, other ranks', or the momentum."""
     if equal_values(case.after["weights"], case.right["weights"]):
         return (
             "has an old momentum: `momentum` is not the new momentum of your part; "
@@ -199,7 +199,7 @@ def _shards(d: Draw) -> tuple[list[Tensor], float]:
 
 
 def _on_rank(d: Draw, dtype: torch.dtype) -> list[Tensor]:
-    """Return none, one or three shards, some empty, some strided."""
+    """Return zero, one or three shards; some are empty, some strided."""
     count = d.own.choice([1, 3] if d.case < 2 else [0, 1, 3])
     shapes = d.own.choices([(3,), (2, 2), (5, 1), (0,)][: 4 - (d.case < 2)], k=count)
     return [d.tensor(s, torch.float32, strided=True).to(dtype) for s in shapes]

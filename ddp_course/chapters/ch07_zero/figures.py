@@ -15,7 +15,7 @@ GROUPS = (("parameters", 4), ("gradients", 4), ("optimizer states", 8))  # bytes
 
 @dataclass(frozen=True)
 class Stage:
-    """A way to store what training needs: `sharded` names what is cut in N parts."""
+    """A ZeRO stage: `sharded` names the kinds of memory that are cut in N parts."""
 
     name: str
     says: str
@@ -80,7 +80,7 @@ def _draw_stage(d: Drawing, stage: Stage, wide: float, high: float) -> None:
 
 
 def _draw_group(d: Drawing, rank: int, wide: float, sharded: bool) -> None:
-    """Draw what a rank has of something: a whole copy, or its quarter."""
+    """Draw a rank's part of one kind of memory: a whole copy, or a quarter."""
     if not sharded:
         d.rect(0, 0, wide, ROW, fill=WHOLE, stroke=darker(WHOLE))
         return

@@ -12,7 +12,7 @@ from ddp_course.collectives import all_gather_single, reduce_scatter_single
 def my_pieces(
     numels: list[int], rank: int, world_size: int
 ) -> list[tuple[int, int, int]]:
-    """Cut the row into equal shards, and see what of each parameter lies in mine."""
+    """Cut the row into equal shards; return the parts of parameters in this rank's."""
     length = -(-sum(numels) // world_size)  # rounded up
     begin, end = rank * length, (rank + 1) * length
     pieces, start = [], 0  # offset of parameter k in the row

@@ -111,7 +111,7 @@ def _are_pairs(got: Any, units: int) -> bool:
 def _each_op(
     ops: list[tuple[str, int]], whole: set[int], units: int, prefetch: int, keep: bool
 ) -> Iterator[dict[str, Any]]:
-    """Follow what is `whole` through the step; tell of each operation."""
+    """Follow the gathered units through the step; judge each operation."""
     forward, before = True, -1
     for what, unit in ops:
         facts: dict[str, Any] = dict.fromkeys(DURING, True)
@@ -141,7 +141,7 @@ def _each_op(
 def _each_unit(
     ops: list[tuple[str, int]], whole: set[int], units: int, keep: bool
 ) -> Iterator[dict[str, Any]]:
-    """Describe each unit's messages, and what is still `whole`."""
+    """Judge each unit's messages, and the units that stay gathered."""
     for unit in range(units):
         times, reduced = ops.count(("gather", unit)), ops.count(("reduce", unit))
         facts = {"whole": sorted(whole), "shards": not whole, "unit": unit}
@@ -247,7 +247,7 @@ class _Tools:
 def _two_layers(
     sharded_linear: Callable, case: str, dtype: torch.dtype, frozen: str, passes: int
 ) -> dict[str, Any]:
-    """Run two layers forward and backward; record what is kept in between."""
+    """Run two layers forward and backward; record the tensors kept in between."""
     rank, n, tools = dist.get_rank(), dist.get_world_size(), _Tools()
     shapes = enumerate(itertools.pairwise(WIDTHS))
     weights = [_numbers(k, dtype, b, a).requires_grad_() for k, (a, b) in shapes]
@@ -334,7 +334,7 @@ CASES = (
     ([10, 10], 120 + 16 * 2, 0),
     ([10, 10], 10**6, 0),
     ([400, 100, 100, 400], 6000, 1000),
-    ([1024], 8 * 1024 + 16, 0),  # as many ranks as there may be
+    ([1024], 8 * 1024 + 16, 0),  # needs 1024 ranks, one per element
     ([1025], 8 * 1025 + 16, 0),  # one more
     ([300, 20, 200], 3700, 3),
 )

@@ -76,7 +76,7 @@ def _draw_ranks(d: Drawing) -> None:
 
 
 def _draw_unit(d: Drawing, rank: int, unit: int, part: float) -> None:
-    """Draw what `rank` has of a unit: a cell for each rank's quarter."""
+    """Draw the part of a unit that `rank` has: a cell for each rank's quarter."""
     d.rect(0, 0, RANKS * part, ROW, fill="#FFFFFF", stroke=PANEL_EDGE, dashed=True)
     for owner in range(RANKS):
         x, color = owner * part, rank_color(owner)

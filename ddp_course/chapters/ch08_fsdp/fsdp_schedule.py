@@ -1,4 +1,4 @@
-"""What a step of stage 3 does, unit by unit: a schedule as data, and drawn. Chapter 08.
+"""The schedule of a step of stage 3: as data, and as a drawing. Chapter 08.
 
 A unit is a part of the model that is gathered, used and freed as one: a block of the
 GPT. Times are in the schedule's own measure, a unit's forward being 1.
@@ -22,7 +22,7 @@ FOOT = "Rank 0; numbers are units. Lighter: backward; hatched: sent; dotted: in 
 
 @dataclass(frozen=True)
 class UnitOp:
-    """Something that happens to a unit, from start to end, in a lane of `LANES`.
+    """An operation on a unit, from `start` to `end`, in a lane of `LANES`.
 
     `op` is "all-gather", "forward", "backward", "reduce-scatter", "update" or "whole",
     which means: all of the unit's parameters are in this rank's memory.
@@ -99,19 +99,19 @@ class _Step:
         self.ops.append(UnitOp("compute", op, unit, start, self.now))
 
     def free(self, unit: int) -> None:
-        """Free the unit: what it was whole for is an operation, too."""
+        """Free the unit; add an event for the time in which it was gathered."""
         launched, _ = self.whole.pop(unit)
         self.ops.append(UnitOp("whole in memory", "whole", unit, launched, self.now))
 
 
 def most_whole(ops: Sequence[UnitOp]) -> int:
-    """Return how many units are whole in memory at the same time, at most."""
+    """Return the largest number of units that are gathered at the same time."""
     whole = [op for op in ops if op.op == "whole"]
     return max(sum(a.start <= op.start < a.end for a in whole) for op in whole)
 
 
 def lanes_of(ops: Sequence[UnitOp]) -> list[Lane]:
-    """Return the lanes of rank 0; what is whole at the same time has lanes of its own.
+    """Return rank 0's lanes; units gathered at the same time have separate lanes.
 
     A unit takes memory as soon as its all-gather is launched.
     """
@@ -148,7 +148,7 @@ def fsdp_step(
     reshard_after_forward: bool = True,
     message: float = 0.7,
 ) -> Drawing:
-    """Draw the schedule of a step: who is gathered, used, freed, and when. Chapter 08.
+    """Draw when each unit is gathered, used and freed in a step. Chapter 08.
 
     For sliders. The arguments are those of `fsdp_schedule`.
     """

@@ -73,7 +73,7 @@ def train(device: torch.device, epochs: int, batch_size: int, folder: Path) -> N
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
-    """Return what a checkpoint has: in shards, under the plain model's names."""
+    """Return a checkpoint's contents: shards, with the plain model's names."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model_state_dict": of_model, "optim_state_dict": of_optimizer}
 
@@ -101,7 +101,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> in
 
 
 class Block(nn.Module):
-    """A layer that adds to what it gets."""
+    """A residual block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what `x` (rows, width) becomes."""
+        """Return `x` (rows, width) plus the block's output."""
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 

@@ -1,4 +1,4 @@
-"""What one may do with a wrapped model, and with which strategy: a table of facts.
+"""A table of facts: which uses of a wrapped model each strategy supports.
 
 Each entry is run by `tests/mechanisms/test_guards.py`, PyTorch's two columns too, which
 are what torch 2.13 does on the CPU.
@@ -74,7 +74,7 @@ HABITS = MappingProxyType(
 
 
 def outcome(habit: str, strategy: str) -> str:
-    """Return what comes of a habit; `strategy` is one of STRATEGIES."""
+    """Return the outcome of a habit; `strategy` is one of STRATEGIES."""
     words = HABITS[habit].split()
     return words[STRATEGIES.index(strategy)].replace("_", " ")
 

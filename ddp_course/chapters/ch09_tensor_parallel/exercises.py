@@ -21,7 +21,7 @@ OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
 class _AllReduces:
-    """The all-reduce that the reader's function is given, and all else that is sent."""
+    """The all-reduce that the reader's function gets; it records everything sent."""
 
     def __init__(self) -> None:
         self.numels: list[int] = []
@@ -36,7 +36,7 @@ class _AllReduces:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record what is sent inside: by this all-reduce, and by `others`."""
+        """Record the messages of the block: of this all-reduce, and of `others`."""
         self.numels.clear()
         with TorchCollectives() as torchs, ByteMeter() as ours:
             yield

@@ -104,7 +104,7 @@ class CutProduct:
 
     @property
     def weights(self) -> list[Matrix]:
-        """The matrices that are multiplied with: what a layer stores."""
+        """The weight matrices, which a layer stores."""
         pairs = zip(self.terms, self.terms[1:], strict=False)
         return [after for term, after in pairs if term == "@"]
 
@@ -309,7 +309,7 @@ class CutPicture:
         return max(body, room(first, 12, True), *map(room, rest)) + 8
 
     def _matrix(self, d: Drawing, m: Matrix, rank: int, x: float, y: float) -> None:
-        """Draw what `rank` has of a matrix whose middle is (x, y)."""
+        """Draw the part of a matrix that `rank` has, centred at (x, y)."""
         wide, high = self.side(m.columns), self.side(m.rows)
         left, top = x - wide / 2, y - high / 2
         d.rect(left, top, wide, high, fill="#FFFFFF", stroke=PANEL_EDGE, dashed=True)
@@ -354,7 +354,7 @@ def _bytes(sent: Fraction) -> str:
 
 
 def _sentences(cut: CutProduct) -> list[str]:
-    """Return what the picture costs, in sentences."""
+    """Return sentences about the bytes that the ranks store and send."""
     numbers = sum(w.rows * w.columns for w in cut.weights)
     names = " and ".join(w.name for w in cut.weights)
     share = f"1/{cut.ranks} of" if cut.ranks > 1 else "all of"

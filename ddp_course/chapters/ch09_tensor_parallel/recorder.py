@@ -1,4 +1,4 @@
-"""When a rank computes, seen from outside: between the calls in which it may wait."""
+"""Record when a rank computes: between the calls in which it may wait."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

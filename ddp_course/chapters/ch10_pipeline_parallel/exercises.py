@@ -102,7 +102,7 @@ def _costs(d: Draw) -> tuple[list[float], int]:
 
 
 def wrong_cut(case: Case) -> str:
-    """Describe what is wrong with a cut; others than the solution's may be as good."""
+    """Describe the mistake in a cut; cuts as good as the solution's are right."""
     (costs, stages), got = case.args.values(), case.got
     listed = isinstance(got, (list, tuple))
     if not listed or not all(fits(size, 1) and size == int(size) for size in got):
@@ -228,7 +228,7 @@ class _Saved:
 
 
 class _Boundaries:
-    """The four functions that a stage is given; they note what they are called for."""
+    """The four functions that a stage gets; they record their calls."""
 
     def __init__(self, m: int) -> None:
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
@@ -303,7 +303,7 @@ class _Boundaries:
 
 
 def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
-    """Run one step of this rank's stage, and return all that can be judged."""
+    """Run one step of this rank's stage, and return the facts to judge."""
     rank, n = dist.get_rank(), dist.get_world_size()
     m, stage = MICROBATCHES[n], _stages(n)[rank]
     ends = _Boundaries(m)

@@ -1,4 +1,4 @@
-"""Steps of a pipeline that computes, by a clock that is fair to ranks that share cores.
+"""Record a GPT's pipeline steps, on a clock that is fair to ranks that share cores.
 
 Chapter 10.
 """

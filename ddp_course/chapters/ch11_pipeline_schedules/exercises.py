@@ -93,7 +93,7 @@ def check_place_weights(answer: Answer) -> str:
 
 
 def _placed(answer: Answer, p: int, m: int) -> Rows:
-    """Ask for the rows of all ranks, and look at each."""
+    """Call the answer for all ranks, and check each row."""
     rows = []
     for rank, actions in enumerate(one_f_one_b(p, m).ranks):
         argument = [str(action).replace("B", "I") for action in actions]
@@ -173,7 +173,7 @@ def _judge(where: str, got: dict[int, str], wanted: dict[int, str], rows: Rows) 
 
 
 def _schedules() -> Iterator[tuple[str, Rows]]:
-    """Return schedules by what is to be said about them."""
+    """Return {description: schedule}, legal and illegal ones."""
     examples = [naive(3, 2), gpipe(2, 3), one_f_one_b(4, 6), interleaved(2, 4, 2)]
     examples += [gpipe(1, 2), one_f_one_b(2, 12), gpipe(12, 1)]
     for schedule in examples:

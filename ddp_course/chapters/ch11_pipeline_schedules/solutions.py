@@ -2,7 +2,7 @@
 
 
 def my_one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[str]:
-    """Return 1F1B's actions of a rank: back as soon as enough are in flight."""
+    """Return a rank's actions in 1F1B: backward as soon as enough are in flight."""
     row: list[str] = []
     forwards = backwards = 0
     while backwards < num_microbatches:
@@ -29,7 +29,7 @@ def place_weights(row: list[str], rank: int) -> list[str]:
 
 
 def who_waits(rows: list[list[str]]) -> dict[int, str]:
-    """Return where each rank stands for ever; nothing if all come to their end."""
+    """Return {rank: the action at which it waits forever}; empty if all finish."""
     last = max(
         int(action.split("F")[0]) for row in rows for action in row if "F" in action
     )

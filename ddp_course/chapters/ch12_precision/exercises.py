@@ -230,7 +230,7 @@ def check_agreed_step(answer: Answer) -> str:
 
 
 def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
-    """Return shards of weights and gradients; in a third of the cases one is special.
+    """Return shards of weights and gradients; in every third case, one inf or nan.
 
     The largest norm that is allowed lies above or below the norm of all ranks.
     """

@@ -35,7 +35,7 @@ def _draw_bits(d: Drawing, format: Format, digits: str = "") -> None:
 
 
 def formats_and_a_step() -> Drawing:
-    """Draw the bits of six formats, and where a step in mixed precision has which."""
+    """Draw the bits of six formats, and the formats in a step of mixed precision."""
     row, foot = HIGH + 12, 40 + len(FORMATS) * (HIGH + 12)
     bits = [f"{f.name}: {f.exponent} and {f.fraction}." for f in FORMATS.values()]
     words = "Above, bits of six formats: a sign, exponent bits and fraction bits. "
@@ -67,7 +67,7 @@ def formats_and_a_step() -> Drawing:
 
 
 def taken_apart(digits: float = 1.1, power: int = 0, format: str = "fp16") -> Drawing:
-    """Draw what is left of the number digits x 2^power in a format, bit by bit.
+    """Draw the bits of the number digits x 2^power after rounding to a format.
 
     Raises ValueError for a name that is not in FORMATS.
     """
@@ -97,7 +97,7 @@ def taken_apart(digits: float = 1.1, power: int = 0, format: str = "fp16") -> Dr
 
 @plot
 def exponents(values: Mapping[str, Tensor], format: str = "fp16") -> Drawn:
-    """Draw histograms of the exponents of numbers, and what a format loses of them.
+    """Draw histograms of numbers' exponents, and the part that a format loses.
 
     `values` maps at most three names to tensors of any shape; zeros do not count.
     Raises ValueError for a name that is not in FORMATS.

@@ -21,7 +21,7 @@ def from_bits(sign: str, exponent: str, fraction: str) -> float:
 
 
 def master_step(parameters: list[Tensor], masters: list[Tensor], lr: float) -> None:
-    """Step the copies in their own 32 bits; the parameters are those, rounded."""
+    """Step the copies in 32 bits; write them, rounded, into the parameters."""
     for parameter, master in zip(parameters, masters, strict=True):
         if parameter.grad is not None:
             master -= lr * parameter.grad.to(master.dtype)
@@ -46,7 +46,7 @@ def agreed_step(
     max_norm: float,
     lr: float,
 ) -> bool:
-    """Divide by the scale; one message has the squares, which are inf if any is."""
+    """Divide by the scale; all-reduce the sum of squares, which is inf if any is."""
     squares = torch.zeros(1, dtype=torch.float64)
     gradients = [gradient / scale for gradient in gradients]
     for gradient in gradients:

@@ -89,7 +89,7 @@ LR = 0.125, 0.5  # powers of two: lr times a gradient is exact, in any order
 
 @dataclass
 class Gradients:
-    """The gradient of workers with other data each; it notes who is asked."""
+    """The gradient function of workers with different data; it records its calls."""
 
     calls: list[int] = field(default_factory=list)
 
@@ -223,7 +223,7 @@ def check_my_server(answer: Answer) -> str:
 
 
 def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
-    """Serve on rank 0, push on the others; yield what can be judged."""
+    """Serve on rank 0, push on the others; yield the facts to judge."""
     rank, n = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     for number, (shape, dtype, lr) in enumerate(SERVED):
@@ -260,7 +260,7 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
 
 
 def _gradient(number: int, push: int) -> Tensor:
-    """Return the gradient of a push: others in each push, and in each of its places."""
+    """Return the gradient of a push, different in each push and each element."""
     shape, dtype, _ = SERVED[number]
     return Draw(100 * number + push + 2).tensor(shape, dtype) / 64
 

@@ -1,4 +1,4 @@
-"""Who waits for whom in four ways to train, and curves with what was measured."""
+"""Timelines of four ways to train, and curves of measured losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODES = {
 
 
 def two_ways() -> Drawing:
-    """Draw workers, one of them twice as slow, that wait and do not. Chapter 13."""
+    """Draw synchronous and asynchronous workers, one twice as slow. Chapter 13."""
     return _simulated(["synchronous", "asynchronous"], slow=2)
 
 
@@ -62,7 +62,7 @@ def timelines(
     unit: float = 1.0,
     title: str = "What each worker did",
 ) -> Drawing:
-    """Draw what workers did up to time `long`: a title for each record.
+    """Draw the events of workers up to time `long`, for each record by its title.
 
     `unit` is how many of the axis' units a record's second has, such as 1000 for ms. A
     worker computes from a pull to the push that follows, and waits from there.

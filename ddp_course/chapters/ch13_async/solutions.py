@@ -27,7 +27,7 @@ def my_replay(
     gradient: Callable[[int, Tensor], Tensor],
     lr: float,
 ) -> Tensor:
-    """Update weights in the order of the record, each time from what was pulled."""
+    """Update the weights in the record's order, with gradients at pulled weights."""
     weights, pulled = weights.clone(), {}
     for what, worker in record:
         if what == "pull":
@@ -38,12 +38,12 @@ def my_replay(
 
 
 def my_may_begin(clocks: Mapping[int, int], worker: int, bound: float) -> bool:
-    """Compare a worker with the slowest that is still there."""
+    """Compare a worker's clock with that of the slowest present worker."""
     return clocks[worker] - min(clocks.values()) <= bound
 
 
 def my_server(weights: Tensor, lr: float, pushes: int) -> None:
-    """Serve whoever comes, one after the other."""
+    """Serve workers in the order of arrival."""
     gradient = torch.empty_like(weights)
     for _ in range(pushes):
         worker = dist.recv(gradient)  # from any rank; it returns which

@@ -32,14 +32,14 @@ class EachInTurn:
     calls = 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Keep the number whose turn it is."""
+        """Keep number k in call k; the others become 0."""
         kept, where = torch.zeros_like(tensor), self.calls % tensor.numel()
         kept.view(-1)[where] = tensor.reshape(-1)[where]
         self.calls += 1
         return kept
 
     def __eq__(self, other: object) -> bool:
-        """Compare how often both were called."""
+        """Compare the numbers of calls."""
         return isinstance(other, EachInTurn) and self.calls == other.calls
 
     __hash__ = object.__hash__
@@ -163,7 +163,7 @@ def wrong_memory(case: Case) -> str:
 
 
 def _mistake(got: Any, mistakes: Mapping[str, Tensor]) -> str:
-    """Return which of `mistakes`, words -> what comes of it, gives `got`; or ""."""
+    """Return the description in `mistakes`, {text: result}, with the result `got`."""
     return next(
         (words for words, of_it in mistakes.items() if equal_values(got, of_it)), ""
     )
@@ -217,7 +217,7 @@ def _gradient(d: Draw) -> tuple[Tensor, int]:
 
 
 def wrong_mean(case: Case) -> str:
-    """Name the mistake, if it is one that has a name."""
+    """Name the mistake, if it is a well-known one."""
     n, k = dist.get_world_size(), case.args["k"]
     every = [_gradient(Draw(case.number, r, n))[0].flatten() for r in range(n)]
     outcomes = _outcomes(every, k, dist.get_rank())
@@ -228,7 +228,7 @@ def wrong_mean(case: Case) -> str:
 
 
 def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
-    """Return what mistakes give, by the words for them."""
+    """Return {description: the result of this mistake}."""
     n, mean = len(every), sum(every) / len(every)
 
     def put(places: list[Tensor], values: list[Tensor], add: bool = True) -> Tensor:

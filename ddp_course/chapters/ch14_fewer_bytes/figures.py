@@ -1,4 +1,4 @@
-"""What travels of a gradient, how many bytes that is, and what it is worth."""
+"""The figures of chapter 14: the parts of a gradient that are sent, bytes, losses."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _draw_way(d: Drawing, name: str) -> None:
 def bytes_sent(
     ranks: int = 4, density: float = 0.01, rank: int = 4, every: int = 8
 ) -> Drawing:
-    """Draw what a rank sends of the course's GPT, by the formulas of `theory`, as bars.
+    """Draw bars of the bytes that a rank sends for the course's GPT, by `theory`.
 
     `density` is that of top-k and random-k, `rank` PowerSGD's, `every` local SGD's H.
     The longest bar fills the drawing; those longer than DDP's, 1, are dark.

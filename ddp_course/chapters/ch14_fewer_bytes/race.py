@@ -1,4 +1,4 @@
-"""Loss over bytes and over time, for every way of sending less: one picture's data.
+"""The data of one figure: loss over bytes and over time, for every method.
 
     python -m ddp_course.chapters.ch14_fewer_bytes.race       (half an hour of a core)
 
@@ -85,13 +85,13 @@ def compressed(method: str, model: nn.Module, loss: Callable, steps: int) -> lis
 
 
 def compressors(method: str) -> list:
-    """Return one for each rank."""
+    """Return a compressor for each rank."""
     make = OTHERS.get(method, partial(compressor, method))
     return [make() for _ in range(RANKS)]
 
 
 def step_bytes(method: str, preset: Any = GPT) -> float:
-    """Return what rank 0 sends in a step, on average; after the start of `start=`."""
+    """Return rank 0's mean bytes per step, without the steps of `start=`."""
     shapes = [tuple(p.shape) for p in build_gpt(preset).parameters()]
     if method in ("local sgd", "diloco"):
         numel = sum(torch.Size(shape).numel() for shape in shapes)
@@ -125,7 +125,7 @@ def cpu_seconds(method: str, preset: Any = GPT, turns: int = 7) -> dict[str, flo
 
 @dataclass(frozen=True)
 class Way:
-    """A method, as it was measured.
+    """The measurements of one method.
 
     `losses` before each step, the mean of all seeds; `bytes` that rank 0 sends in a
     step; CPU seconds of a rank for its part of a step, and to compress and decompress.
@@ -174,7 +174,7 @@ def table() -> dict[str, list[float]]:
 
 
 def stored() -> dict[str, Any]:
-    """Return what was measured: method -> its row, and how it was done."""
+    """Return the stored measurements: {method: row}, and their settings."""
     return json.loads(STORED.read_text()) if STORED.exists() else {"methods": {}}
 
 
@@ -184,7 +184,7 @@ def text() -> str:
 
 
 def measure(seeds: list[int]) -> None:
-    """Measure what is not stored yet, and store it; seed by seed, so it can be cut."""
+    """Measure and store missing results, seed by seed, so it can be interrupted."""
     torch.set_num_threads(1)
     for seed in seeds:
         for method in METHODS:
@@ -200,7 +200,7 @@ def measure(seeds: list[int]) -> None:
 
 
 def write(results: dict[str, Any]) -> None:
-    """Store it, a method a line."""
+    """Store the measurements, one line per method."""
     rest = {name: value for name, value in results.items() if name != "methods"}
     rows = (f"{json.dumps(n)}: {json.dumps(r)}" for n, r in results["methods"].items())
     text = ",\n".join(rows)

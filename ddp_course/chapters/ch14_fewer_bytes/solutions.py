@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def my_memory(compress: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Add what was held back before, and keep what is held back now."""
+    """Add the error of earlier steps, and keep the new error."""
     memory: Tensor | None = None
 
     def send(gradient: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def my_memory(compress: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
 
 
 def my_topk_mean(gradient: Tensor, k: int) -> Tensor:
-    """Gather everybody's indices and values, and add each where it belongs."""
+    """Gather all ranks' indices and values, and add each value at its index."""
     n, flat = dist.get_world_size(), gradient.flatten()
     mine = flat.abs().topk(k).indices
     indices = [torch.empty_like(mine) for _ in range(n)]

@@ -139,7 +139,7 @@ class _Watched(nn.Module):
 
 
 def _numbers(name: str, like: Tensor, rank: int) -> Tensor:
-    """Return numbers for a parameter or a gradient, others for each name and rank."""
+    """Return numbers for a parameter or gradient, different for each name and rank."""
     case = sum(map(ord, name))
     return Draw(0, case, case + rank + 1).tensor(like.shape, torch.float32) / 512
 
@@ -184,7 +184,7 @@ class _Handle:
         tensor.fill_(torch.nan)
 
     def wait(self) -> None:
-        """Let the mean arrive."""
+        """Write the mean into the gradient."""
         self.log.append(f"wait {self.name}")
         self.tensor.copy_(self.mean)
 
@@ -210,7 +210,7 @@ def check_my_late_steps(answer: Answer) -> str:
 
 
 def _judge_alone(answer: Answer, kind: str, optimizer: Callable[[Any], Any]) -> None:
-    """Let the answer and then the layers run in this process, and judge each moment."""
+    """Run the answer and then the layers in this process, and judge each event."""
     trained = _trained(optimizer)
     before = {name: p.detach().clone() for name, p in trained.named.items()}
     gradients = {n: p.grad for n, p in trained.named.items() if p.grad is not None}
@@ -247,7 +247,7 @@ def _judge_alone(answer: Answer, kind: str, optimizer: Callable[[Any], Any]) -> 
 
 
 def _judge_sent(log: Sequence[str], wanted: Sequence[str]) -> None:
-    """Expect all gradients sent, layer by layer, and nobody waited for."""
+    """Expect that all gradients were sent, layer by layer, without any wait."""
     waited = [one for one in log if one.startswith("wait")]
     expect(
         not waited,
@@ -268,7 +268,7 @@ def _judge_sent(log: Sequence[str], wanted: Sequence[str]) -> None:
 
 
 def _judge_waits(log: Sequence[str], number: int, names: Sequence[str]) -> None:
-    """Expect this layer's gradients waited for, before it ran, and no others."""
+    """Expect waits for this layer's gradients alone, before the layer ran."""
     mine = sorted(name for name in names if name.startswith(f"{number}."))
     before = log[: log.index(f"layer {number}")]
     waited = sorted({one.removeprefix("wait ") for one in before})
@@ -285,7 +285,7 @@ def _judge_values(
     stepped: Sequence[str],
     when: str,
 ) -> None:
-    """Expect the parameters that are `right`; say which of them were stepped."""
+    """Expect the parameters `right`; the hint says which ones were stepped."""
     for name, parameter in trained.named.items():
         got, wanted = parameter.detach(), right[name]
         why = "after a step of its layer's optimizer, with the mean gradients"

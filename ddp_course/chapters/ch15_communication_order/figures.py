@@ -85,7 +85,7 @@ def step(
 
 
 def two_orders() -> Drawing:
-    """Draw the order of backward above the other one, in no numbers. Chapter 15."""
+    """Draw the order of backward above the best order, without numbers. Chapter 15."""
     layers = [Layer(Fraction(3, 2), 2, 3)] * 3
     two = {
         "As they come, and all waited for": WAIT_FOR_ALL,

@@ -30,7 +30,7 @@ def my_priority(
 def my_least_time(
     forward: Sequence[int], backward: Sequence[int], send: Sequence[int]
 ) -> int:
-    """Compare every layer's path: backward to it, sends up to it, forward from it."""
+    """Return the longest path: backward to a layer, sends up to it, forward from it."""
     return max(
         sum(backward[c:]) + sum(send[: c + 1]) + sum(forward[c:])
         for c in range(len(send))

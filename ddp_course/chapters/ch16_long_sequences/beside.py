@@ -98,7 +98,7 @@ def against_one_process(
 def divided(
     attention: str, assignment: str = "contiguous"
 ) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    """Return all ranks' positions, and a function of this rank's q, k and v."""
+    """Return all ranks' positions, and the attention of this rank's q, k and v."""
     assigned = assign(T, dist.get_world_size(), assignment)
     places = [torch.tensor([i for some in its for i in some]) for its in assigned]
     ways: dict[str, Callable[..., Tensor]] = {

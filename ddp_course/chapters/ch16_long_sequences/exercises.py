@@ -141,7 +141,7 @@ class _Neighbours:
         return attend(q, k, v)
 
     def pass_on(self, k: Tensor, v: Tensor) -> _Arriving:
-        """Record what is passed on; return what the left neighbour passes on."""
+        """Record the tensors sent on; return those of the left neighbour."""
         self.log.append("pass_on")
         self.passed.append((k.clone(), v.clone()))
         source = (self.rank - len(self.passed)) % len(self.parts)
@@ -286,13 +286,13 @@ def _but_one(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _with_same_sum(gradient: Tensor, x: Tensor) -> Tensor:
-    """Add numbers whose sum is 0: whoever moves all elements alike sees no change."""
+    """Add numbers with sum 0; a check that moves all elements alike cannot see them."""
     added = torch.linspace(-1, 1, x.numel(), dtype=x.dtype)
     return gradient + added.view(x.shape)
 
 
 def _across(gradient: Tensor, x: Tensor) -> Tensor:
-    """Add what is orthogonal to x: whoever moves x along itself sees no change."""
+    """Add a vector orthogonal to x; a check that moves x along itself cannot see it."""
     ones = torch.ones_like(x)
     return gradient + ones - x * (x.sum() / x.square().sum())
 
@@ -314,7 +314,7 @@ def _weighted(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def _averaged(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Run backward as if each element of the output counted alike."""
+    """Run backward as if all elements of the output had the same gradient."""
     return _Tampered.apply(_weighted(x, y, z), lambda g, _: g.mean().expand_as(g))
 
 

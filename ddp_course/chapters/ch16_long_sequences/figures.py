@@ -1,4 +1,4 @@
-"""Keys that go around; who sees whom and who has to compute it."""
+"""The figures of chapter 16: a ring's keys, and the work of each rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def around(ranks: int = 4) -> Drawing:
 def shares(
     assignment: str = "zigzag", ranks: int = 4, step: int | None = None
 ) -> Drawing:
-    """Draw who computes which part of a causal mask, and how many pairs each has.
+    """Draw the parts of a causal mask that ranks compute, and their numbers of pairs.
 
     A row is a query, a column a key; the row has its rank's colour where it sees the
     key. With `step` only what a ring computes in that step is filled. Chapter 16.
