@@ -49,12 +49,14 @@ class ZeroRedundancyOptimizer(Zero1):
         optimizer.step()
 
     The model needs no DistributedDataParallel: this class averages the gradients, in
-    buckets, while backward runs. After `backward`, a `grad` is the mean only in this
-    rank's shard, and meaningless elsewhere; so clip with this object's
-    `clip_grad_norm_`. Backward passes add up until `zero_grad`, as in PyTorch, and each
-    must reach at least one of the parameters. A parameter without a gradient on all
-    ranks is not changed. Buffers, such as BatchNorm's means, are not synchronized. Keep
-    this object as long as you train: its hooks go with it.
+    buckets, while backward runs. After `backward`, a `grad` is the mean in this rank's
+    shard only, and partial sums elsewhere. What changes each element alone (`mul_`,
+    `clamp_`) may change it. A norm, a mean or another reduction of it by hand, and a
+    move of the weights by it (SAM), are wrong, and no error says so; clip with this
+    object's `clip_grad_norm_`. Backward passes add up until `zero_grad`, as in PyTorch,
+    and each must reach at least one of the parameters. A parameter without a gradient
+    on all ranks is not changed. Buffers, such as BatchNorm's means, are not
+    synchronized. Keep this object as long as you train: its hooks go with it.
 
     Args:
         params: as for any optimizer: parameters, names and parameters, or groups.
