@@ -365,6 +365,26 @@ def group_added_later(s: Script) -> None:
     s.train(steps=range(2, 4))
 
 
+@habit(SIMPLE)
+def head_outside_of_the_model(s: Script) -> dict[str, Tensor]:
+    """Let the optimizer step a layer, too, that is not wrapped, and average it."""
+    torch.manual_seed(3)
+    head = nn.Linear(4, 4)
+    s.start()
+    s.optimizers[0].add_param_group({"params": list(head.parameters())})
+
+    def backward(step: int) -> None:
+        x, y = s.batch(step)
+        mse_loss(head(s.model(x)), y).backward()
+        if s.ranks > 1 and s.way not in SHARDED:  # which average all that they step
+            for p in head.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= s.ranks
+
+    s.train(backward=backward)
+    return {f"head.{k}": t.detach().clone() for k, t in head.named_parameters()}
+
+
 # ---- between backward and step
 
 

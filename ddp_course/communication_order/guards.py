@@ -40,6 +40,17 @@ class SameStart:
 
         agreed(check, self.group, **form_of(model.module, **self.form))
 
+    def step_due(self, model: Any) -> None:
+        """Raise RuntimeError for a gradient of a parameter that no layer steps."""
+        stepped = [p for group in model.optimizer.param_groups for p in group["params"]]
+        for p in stepped:
+            if p.grad is not None and p not in model.layers.users:
+                raise RuntimeError(
+                    f"the optimizer has a parameter of shape {list(p.shape)} that is "
+                    "none of the model's; layers step one by one, and none would step "
+                    "it. Give it an optimizer of its own"
+                )
+
 
 class StatesFinish:
     """A part that finishes the step before a state dict is read or loaded."""
