@@ -479,7 +479,7 @@ def _threads(a: Layout) -> str | None:
     ranks = prod(a.sizes.values())
     if a.threads > 1 and (ranks > 1 or a.zero):
         return (
-            f"threads is {a.threads}, with {ranks} ranks and zero {a.zero}: "
+            f"threads is {a.threads}, ranks is {ranks} and zero is {a.zero}: "
             "DataParallel runs in one process, without ZeRO; start one rank with zero "
             "0, or leave threads out"
         )

@@ -398,7 +398,7 @@ test_train_refuses_what_cannot_be = refused(
 
 
 def test_threads_and_ranks_do_not_mix():
-    with pytest.raises(RankError, match="threads is 2, with 2 ranks"):
+    with pytest.raises(RankError, match="threads is 2, ranks is 2"):
         spawn(lambda: train(1, **CURVE, threads=2), world_size=2, timeout=60)
 
 

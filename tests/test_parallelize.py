@@ -93,7 +93,7 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
     (choose(4, zero=4), "zero is 4; it can be one of 0, 1, 2, 3"),
     (choose(4, zero=True), "zero is True; it can be one of 0, 1, 2, 3"),
     (choose(4, data_parallel="x"), "data_parallel is 'x'; it can be one of average"),
-    (choose(4, threads=4), "threads is 4, with 4 ranks and zero 0"),
+    (choose(4, threads=4), "threads is 4, ranks is 4 and zero is 0"),
     (
         choose(4, tp=2, data_parallel="average"),
         "'average' cannot be combined with tp: the",

@@ -69,7 +69,7 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     "train",
     1,
     ("--ranks 3", "8 rows cannot be shared equally by 3 ranks; make the batch size"),
-    ("--threads 2 --ranks 2", "threads is 2, with 2 ranks and zero 0: Data"),
+    ("--threads 2 --ranks 2", "threads is 2, ranks is 2 and zero is 0: Data"),
     ("--threads 3", "8 rows cannot be shared equally by 3 replicas"),
     ("--dp 3 --tp 2 --ranks 4", "a mesh dp 3 x tp 2 needs 6 ranks, and the"),
     ("--data-parallel naive --tp 2 --pp 2", "'naive' cannot be combined with pp: it"),

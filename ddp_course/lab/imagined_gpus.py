@@ -1,15 +1,15 @@
-"""GPUs that a process imagines: its tensors stay on the CPU; who was placed is noted.
+"""Imagined GPUs: tensors stay on the CPU, and their placements are recorded.
 
     with ImaginedGPUs(2) as gpus:
         torch.cuda.set_device(1)
         model.cuda()
     gpus.used  # {1}: the numbers of the GPUs that tensors were put on
 
-So a script for GPUs runs where there are none, and where there are some it leaves them
-alone. Imagined are: `torch.cuda` with its number of GPUs and a current one; `.to`,
-`.cuda` and `device=`, which may name a GPU; files, in which every tensor lies on the
-current GPU, unless `.cpu()` has copied it; `torch.load`, with its own rules. Not
-imagined are speed, memory, streams, and errors about tensors on different devices.
+So a script for GPUs runs on a machine without GPUs, and does not use real ones. These
+are imagined: `torch.cuda` with a number of GPUs and a current one; `.to`, `.cuda` and
+`device=`, which may name a GPU; files, in which every tensor is on the current GPU
+unless `.cpu()` has copied it; and `torch.load`, with its own rules. Speed, memory,
+streams, and errors about tensors on different devices are not imagined.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class ImaginedGPUs(TorchFunctionMode):
-    """`count` imagined GPUs, for what this thread runs in a `with` block.
+    """A context manager in which this thread sees `count` imagined GPUs.
 
-    used: the numbers of the GPUs that tensors were put on, also those in `loaded`
-    loaded: the numbers of the GPUs that `torch.load` put tensors on
+    Attributes:
+        used: the numbers of the GPUs on which tensors were placed, `loaded` included.
+        loaded: the numbers of the GPUs on which `torch.load` placed tensors.
     """
 
     def __init__(self, count: int) -> None:
@@ -38,12 +39,12 @@ class ImaginedGPUs(TorchFunctionMode):
         self.count, self.current = count, 0
         self.used: set[int] = set()
         self.loaded: set[int] = set()
-        self._placed: dict[int, int] = {}  # numbers of GPUs, by tensors' memory
-        self._host: dict[int, Any] = {}  # what `.cpu()` and `load` left on the CPU
+        self._placed: dict[int, int] = {}  # {address of a tensor: number of its GPU}
+        self._host: dict[int, Any] = {}  # tensors that `.cpu()` and `load` left on it
         self._patches = ExitStack()
 
     def __enter__(self) -> ImaginedGPUs:
-        """Replace what asks for GPUs, until the block ends."""
+        """Replace PyTorch's functions for GPUs, until the block ends."""
         seed = torch.default_generator.manual_seed
         of_cuda = {
             "is_available": lambda: True,
@@ -64,7 +65,7 @@ class ImaginedGPUs(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Put back what was replaced."""
+        """Restore PyTorch's functions."""
         super().__exit__(*error)
         self._patches.close()
 
@@ -140,11 +141,11 @@ class ImaginedGPUs(TorchFunctionMode):
             self.current = before
 
     def _location(self, storage: Any) -> str:
-        """Return what a file says about the place of a tensor's numbers."""
+        """Return the device that a file records for a tensor's numbers."""
         return "cpu" if storage.data_ptr() in self._host else f"cuda:{self.current}"
 
     def _restore(self, storage: Any, location: Any) -> Any:
-        """Note where a tensor of a file is put; its numbers stay on the CPU."""
+        """Record the device of a loaded tensor; its numbers stay on the CPU."""
         index = self._use(location)
         if index is None:
             self._host[storage.data_ptr()] = storage
@@ -178,5 +179,5 @@ class ImaginedGPUs(TorchFunctionMode):
 
 
 def names_device(args: tuple) -> bool:
-    """Tell whether the arguments of `Tensor.to` begin with a device."""
+    """Return whether the arguments of `Tensor.to` begin with a device."""
     return len(args) > 1 and isinstance(args[1], (str, int, torch.device))

@@ -124,9 +124,9 @@ def _refuse_parts(count: int, total: int) -> None:
     """Raise RuntimeError if some of the tensors are parts."""
     if count:
         raise RuntimeError(
-            f"of {count} of these {total} parameters this rank has a part of the "
-            "gradients, which torch.nn.utils takes for the whole: call clip_grad_norm_ "
-            "of the object that divided them, the parallel module or the optimizer"
+            f"this rank has only parts of the gradients of {count} of these {total} "
+            "parameters, so torch.nn.utils would compute a wrong norm; call "
+            "clip_grad_norm_ of the parallel module or of the sharded optimizer"
         )
 
 

@@ -59,7 +59,7 @@ class Model:
             raise ValueError(
                 f"{self.layers} layers of {self.hidden} channels have "
                 f"{self.layers * self.block:,} parameters, more than the model's "
-                f"{self.parameters:,}"
+                f"{self.parameters:,}; take fewer layers, or more parameters"
             )
 
     @property

@@ -190,7 +190,7 @@ IN_TRAINING = {
     "the gradient of parameter 0 is torch.sparse_coo; only dense*": sparse,
     "another wrapper or optimizer averages parameter *": two_optimizers,
     "all ranks have the same gradients, so they were avera*": averaged_by_hand,
-    "of 4 of these 4 parameters this rank has a part of the g*": clipped_by_pytorch,
+    "this rank has only parts of the gradients of 4 of these 4*": clipped_by_pytorch,
     "parameter 0 has a gradient that this optimizer did not *": set_by_hand,
     "the gradients of the last step were not zeroed: call*": not_zeroed,
     "stage 2 stores no whole gradients*": lambda: small(Stage2)[1].no_sync(),
