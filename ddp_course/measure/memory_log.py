@@ -65,12 +65,13 @@ class Moment(NamedTuple):
 class MemoryLog:
     """A record of every allocation and release within a `with` block.
 
-    A storage's kind is its label, or becomes known when it is a parameter, a gradient
-    or a state of the watched objects; it counts as that from then on, and from its
-    allocation if its kind was only guessed before. The guess is an activation if it was
-    allocated in the forward of a watched module, or from a tensor that requires a
-    gradient while gradients are recorded; else "other", such as intermediate results of
-    backward. A log that is entered again starts anew. A rank can return it.
+    A storage's kind is its label; without one, the log finds out when the storage turns
+    out to be a parameter, a gradient or a state of the watched objects. Until then the
+    kind is a guess, which is replaced from the allocation on: "activations" if the
+    storage was allocated in the forward of a watched module, or from a tensor that
+    requires a gradient while gradients are recorded; otherwise "other", for example for
+    intermediate results of backward. A log that is entered again starts anew. A rank
+    can return it.
 
     The arguments are those of `resident`. The memory of these objects and of labelled
     tensors counts from the beginning. Raises TypeError for an argument that is neither

@@ -37,7 +37,7 @@ class FusedLinear(ParallelLayer):
     Args:
         full: the `nn.Linear`.
         group: the ranks that share it.
-        sequence_parallel: outside of the region the sequence is cut.
+        sequence_parallel: whether the sequence is cut before and after the layers.
     """
 
     def __init__(

@@ -64,12 +64,12 @@ SPLIT = ((2, 3), (4, 8), (3, 3), (4, 5), (1, 2), (5, 9), (2, 12))
 def check_place_weights(answer: Answer) -> str:
     """`place_weights(row, rank)`: the row with its W's, where a rank would wait.
 
-    A W waits for nobody, so it can fill a gap; but until it is done, its activation is
-    kept. How many may rank r put off, if rank 0 keeps most as it is?
+    No rank waits for a W, so it can fill a gap; but until it is done, its activation is
+    kept. How many W's may rank r postpone without keeping more than rank 0?
 
     Keep a list of W's that are due. Each I adds its own; when there are more than
-    `rank` of them, the oldest comes at once. What is still due at the end of the row
-    comes there.
+    `rank` of them, put the oldest into the row at once. Put those that are left at
+    the end of the row.
     """
     for p, m in SPLIT:
         rows = _placed(answer, p, m)

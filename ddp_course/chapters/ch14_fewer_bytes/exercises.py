@@ -293,7 +293,7 @@ def _outer(
 
 
 def wrong_outer_step(case: Case) -> str:
-    """Describe what is wrong: the momentum; if that is right, only the step can be."""
+    """Describe the mistake: in the momentum or, if that is right, in the step."""
     got, right = case.after["momentum"], case.right["momentum"]
     if not equal_values(got, right):
         return (

@@ -301,7 +301,7 @@ REAL = {"right": "{why}"}
 
 
 def _use(my_late_steps: Callable) -> dict[str, Any]:
-    """Run with this rank's own gradients, and means by real all-reduces."""
+    """Run the answer with this rank's own gradients and real all-reduces."""
     rank, n = dist.get_rank(), dist.get_world_size()
     optimizer = OPTIMIZERS["AdamW"]
     trained = _trained(optimizer, rank)
