@@ -295,7 +295,7 @@ class Grid(Buffers):
 
 
 def _lanes(pieces: Iterator[Piece]) -> dict[Piece, int]:
-    """Return a lane for each piece, so that no arrows overlap; short ones are inside."""
+    """Return a lane for each piece: no arrows overlap, and short ones are inside."""
     lanes: dict[Piece, int] = {}
     for p in sorted(pieces, key=lambda p: (abs(p.src - p.dst), p.src, p.line)):
         taken = {lane for q, lane in lanes.items() if p.meets(q)}
