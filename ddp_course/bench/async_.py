@@ -57,7 +57,7 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
-    """Yield a row for each rule and one for the gain, over `turns` of the slowest."""
+    """Yield a row per rule and one for the gain; the slowest worker takes `turns`."""
     times = [SECONDS] * (WORKERS - 1) + [SECONDS * slower]
     predicted, measured = {}, {}
     for way, rule in WAYS.items():

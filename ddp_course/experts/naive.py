@@ -58,7 +58,7 @@ class NaiveMixture(nn.Module):
 
 
 class RoutedMixture(NaiveMixture):
-    """The same sum: each expert computes only the tokens that have chosen it."""
+    """The same mixture, in which an expert computes only the tokens that chose it."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Add the outputs of each expert to the tokens that have chosen it."""

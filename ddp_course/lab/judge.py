@@ -373,7 +373,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _later(got: Any, results: list[tuple[Any, Any]]) -> dict[str, bool]:
-    """Append a result; return the fact whether all earlier results are unchanged."""
+    """Append a result; return {"later": whether all earlier results are unchanged}."""
     results.append((got, copy.deepcopy(got)))
     return {"later": all(equal_values(now, then) for now, then in results)}
 

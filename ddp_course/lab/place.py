@@ -12,7 +12,7 @@ from ddp_course import learners_copy
 
 
 def say_what_is_missing() -> None:
-    """Display `missing` of the working directory, if this is a notebook's kernel."""
+    """Display the text of `missing` for this folder, if this is a notebook's kernel."""
     if hasattr(get_ipython(), "kernel"):
         with suppress(OSError):
             if text := missing(Path.cwd()):

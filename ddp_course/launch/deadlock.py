@@ -70,10 +70,8 @@ class Watch:
             circle = entries[returned[0]].get("circle", [])  # that rank found it first
             if any(name.startswith(f"rank {self.rank} at ") for name in circle):
                 raise DeadlockError(EACH_OTHER + "; ".join(circle))
-            raise DeadlockError(
-                f"ranks {returned} have returned, and call no further collective; "
-                "every rank of the group must make this call"
-            )
+            why = f"ranks {returned} have returned, and call no further collective"
+            raise DeadlockError(f"{why}; every rank of the group must make this call")
         own = {"group": self.ranks, "late": list(late), "doing": self.doing}
         self._write_entry(own)
         circle = self._find_circle(list(late))

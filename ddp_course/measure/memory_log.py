@@ -257,7 +257,7 @@ class Living:
     pieces: list[TrackedPart]
 
 
-Change = tuple[TrackedPart, int]  # so many bytes more, or less
+Change = tuple[TrackedPart, int]  # a part, and the change of its bytes
 
 
 class Storages:

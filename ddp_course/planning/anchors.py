@@ -36,12 +36,12 @@ class Anchor:
     """A published training.
 
     Attributes:
-        name: whose, and how large.
-        mfu: model FLOPs over the data sheet's, as a share, as printed.
-        gpu, network: the accelerator, and GB/s that each sends to other nodes.
-        workload, candidate, software: what was trained, and how.
-        source: where it is printed.
-        assumed: what the source does not say.
+        name: the authors or the software, and the model's size.
+        mfu: the published share of the data sheet's FLOPs per second.
+        gpu, network: the accelerator, and its bandwidth to other nodes in GB/s.
+        workload, candidate, software: the model and batch, the layout, the software.
+        source: the table or page with the number.
+        assumed: values that the source does not state.
         causal: whether the source counts half of attention's scores.
         fitted: whether `step_time.SUSTAINED` was fitted to it.
     """

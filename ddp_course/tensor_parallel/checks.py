@@ -119,7 +119,7 @@ class FailedPasses:
         self.watch.failed = f"a forward failed here ({type(error).__name__}: {error})"
 
     def after_forward(self, model: Any, logits: Tensor) -> None:
-        """Record, from its begin to its end, that this rank is in backward."""
+        """Register hooks that record when backward begins and ends on this rank."""
         if logits.requires_grad:
             logits.register_hook(self._backward_begins)
 

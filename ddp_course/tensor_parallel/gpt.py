@@ -107,11 +107,11 @@ class Ends:
         announce(self.parts, "before_forward", self, idx, targets, problem)
 
     def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of what `head` returns, (B, T, V/tp)."""
+        """Return the mean loss of the head's logits, (B, T, V/tp)."""
         return vocab_parallel_cross_entropy(logits, targets, self.exchange)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Return all of the logits, (B, T, V), of what `head` returns."""
+        """Return all logits, (B, T, V), from the head's (B, T, V/tp)."""
         return gather_from_group(logits, -1, self.exchange)
 
 
@@ -197,11 +197,11 @@ class TensorParallelGPT(DividedModule, nn.Module):
         self.ends.check_tokens(idx, targets, self.newcomer())
 
     def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of what `head` returns, (B, T, V/tp)."""
+        """Return the mean loss of the head's logits, (B, T, V/tp)."""
         return self.ends.loss_fn(logits, targets)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Return all of the logits, (B, T, V), of what `head` returns."""
+        """Return all logits, (B, T, V), from the head's (B, T, V/tp)."""
         return self.ends.gather_logits(logits)
 
     def extra_repr(self) -> str:

@@ -128,8 +128,8 @@ class RowParallelLinear(ParallelLayer):
 class ParallelMLP(nn.Module):
     """The MLP with columns of the first matrix and rows of the second on each rank.
 
-    GELU treats every number alone, so it needs no more than this rank's columns, and
-    these are what its rows of the second matrix want. Chapter 09.
+    GELU works element by element, so this rank's columns are enough for it, and they
+    are the inputs of this rank's rows of the second matrix. Chapter 09.
     """
 
     def __init__(self, full: MLP, group: Group = None) -> None:

@@ -26,8 +26,8 @@ def check_global_rank(answer: Answer) -> str:
 
     Count in the picture: how many ranks stand on all the nodes before yours?
 
-    The nodes before yours are full: their number times the ranks of a node. To that
-    comes your place on your own node.
+    All nodes before yours are full: multiply their number by the ranks of a node. Then
+    add your place on your own node.
     """
     for p, cluster in PLACES:
         size = cluster.nproc_per_node
@@ -53,8 +53,8 @@ def check_peer_on_next_node(answer: Answer) -> str:
 
     By how much does the rank grow from one node to the next? And after the last?
 
-    Add the ranks of one node. What has then passed the end of the cluster begins again
-    at 0: the remainder of a division by the number of all ranks.
+    Add the ranks of one node. After the last rank, numbers begin again at 0: take the
+    remainder of a division by the number of all ranks.
     """
     for p, cluster in PLACES:
         nnodes, size = cluster.nnodes, cluster.nproc_per_node
@@ -102,7 +102,8 @@ TOTAL = {
 def check_node_group(answer: Answer) -> str:
     """`node_group()`, called on every rank: the process group of this rank's node.
 
-    All ranks make all groups, in the same order. Which are there, and which is yours?
+    All ranks create all groups, in the same order. Which groups are these, and which
+    one is yours?
 
     Loop over the nodes. For each, make the group of its consecutive ranks and keep it
     in a list, whether you are in it or not. Return the one at your node rank.

@@ -160,7 +160,7 @@ def _in_words(plan: Plan) -> str:
 
 # ---- two ranks that wait for each other, and two cures ------------------------------
 
-CARD_W, CARD_H = 230, 182  # with MARGIN between them, too
+CARD_W, CARD_H = 230, 182  # the distance of two cards is MARGIN
 CALL_W, CALL_H, LEFT, RIGHT = 86, 26, 10, 134  # a call, and the two ranks' left edges
 
 
