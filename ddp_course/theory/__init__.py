@@ -19,6 +19,7 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     ordering    step times for any order of sending gradients (chapter 15)
     context_parallel
                 bytes and work of attention over a divided sequence (chapter 16)
+    experts     costs of mixtures, and bytes of sending tokens to experts (chapter 17)
     checks: checks of the formulas' arguments
 """
 
@@ -65,6 +66,16 @@ from ddp_course.theory.context_parallel import (
     attention_volume,
     causal_pairs,
     unfairness,
+)
+from ddp_course.theory.experts import (
+    DispatchVolume,
+    MixtureCost,
+    balanced_rows,
+    busiest_rank,
+    dispatch_volume,
+    dropped_choices,
+    mixture_cost,
+    ranks_per_token,
 )
 from ddp_course.theory.fit import Fit, fit
 from ddp_course.theory.memory import (
