@@ -112,7 +112,7 @@ class TokenDispatcher:
         rows = self.segments.sort(x)
         splits = self.sent, self.received
         rows = AllToAllRows.apply(rows, *splits, self.group, self.exchange)
-        return rows[self.by_expert]
+        return rows.index_select(0, self.by_expert)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, (N, C).
@@ -120,7 +120,7 @@ class TokenDispatcher:
         `rows`, (M, C), are the outputs for what `dispatch` returned; `weights` is
         (N, k).
         """
-        rows = rows[self.by_rank]
+        rows = rows.index_select(0, self.by_rank)
         splits = self.received, self.sent
         rows = AllToAllRows.apply(rows, *splits, self.group, self.exchange)
         return self.segments.sum(rows, weights)

@@ -12,6 +12,7 @@ kernel computes all segments in one call. Chapter 17.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -38,19 +39,23 @@ class Segments:
         self.counts = torch.bincount(experts, minlength=num_experts)[:num_experts]
         num_rows = experts.numel() if kept is None else int(kept.sum())
         self.order = experts.argsort(stable=True)[:num_rows]
+        self.place = self.order.argsort()  # the row of each kept choice, by token
+        each = chosen.new_full((len(chosen),), self.k) if kept is None else kept.sum(1)
+        self.first = each.cumsum(0) - each  # index in `place`
 
     def sort(self, x: Tensor) -> Tensor:
         """Copy each token to the rows of its experts: (N, C) -> (M, C)."""
-        return x[self.order // self.k]
+        return x.index_select(0, self.order // self.k)
 
     def sum(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return each token's weighted sum of its rows: (M, C), (N, k) -> (N, C).
 
-        A token whose choices are all dropped gets zeros.
+        A token whose choices are all dropped gets zeros. An embedding bag is such a sum
+        of rows; it needs no memory for the weighted rows.
         """
-        weighted = rows * weights.flatten()[self.order, None]
-        y = weighted.new_zeros(len(weights), rows.shape[1])
-        return y.index_add(0, self.order // self.k, weighted)
+        weights = weights.flatten()[self.order.sort().values]  # (M,) by token
+        how = {"mode": "sum", "per_sample_weights": weights}
+        return F.embedding_bag(self.place, rows.to(weights.dtype), self.first, **how)
 
 
 def compute_segments(
