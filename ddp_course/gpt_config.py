@@ -29,7 +29,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         """Check every value."""
-        for name in (field.name for field in fields(self) if field.name != "tied"):
+        for name in (f.name for f in fields(GPTConfig) if f.name != "tied"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number >= 1")
@@ -77,6 +77,61 @@ class GPTConfig:
                     f"model can be cut for {', '.join(fits)} ranks"
                 )
         return None
+
+
+@dataclass(frozen=True)
+class MixtureConfig(GPTConfig):
+    """The numbers of a GPT that has a mixture of experts in place of each MLP.
+
+    Attributes:
+        experts: E, MLPs in each block.
+        experts_per_token: k, how many of them each token uses.
+        capacity: an expert takes at most ceil(T k capacity / E) tokens of a sequence of
+            T; None: all that have chosen it.
+        balance: the weight of the auxiliary loss of each block.
+
+    Both are defined for each sequence alone, so that they do not depend on how the rows
+    are divided among ranks and microbatches. Chapter 17.
+    """
+
+    experts: int = 8
+    experts_per_token: int = 2
+    capacity: float | None = None
+    balance: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        super().__post_init__()
+        for name, least in (("experts", 2), ("experts_per_token", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(
+                    f"{name} is {value!r}; it must be a whole number >= {least}"
+                )
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}; there are only "
+                f"{self.experts} experts"
+            )
+        if self.capacity is not None and not self.capacity > 0:
+            raise ValueError(f"capacity is {self.capacity!r}; it must be above 0")
+        if not self.balance >= 0:
+            raise ValueError(f"balance is {self.balance!r}; it must be 0 or more")
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters: E - 1 MLPs of 8C² + 5C more in each block."""
+        c, more = self.d_model, self.experts - 1
+        each = more * (8 * c * c + 5 * c) + self.experts * c  # and the router
+        return super().num_parameters + self.n_layer * each
+
+    @property
+    def layer_costs(self) -> list[int]:
+        """The multiply-adds of each layer: of a block's MLPs each token uses k."""
+        t, c, k = self.block_size, self.d_model, self.experts_per_token
+        more = t * c * (8 * c * (k - 1) + self.experts)
+        first, *blocks, last = super().layer_costs
+        return [first, *(block + more for block in blocks), last]
 
 
 PRESETS = {

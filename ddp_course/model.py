@@ -241,6 +241,16 @@ def check_tokens(name: str, tokens: Tensor, config: GPTConfig) -> None:
         )
 
 
+def config_named(config: str | GPTConfig) -> GPTConfig:
+    """Return the preset of this name, or a GPTConfig as it is; raise ValueError."""
+    if isinstance(config, GPTConfig):
+        return config
+    if config not in PRESETS:
+        known = ", ".join(repr(name) for name in PRESETS)
+        raise ValueError(f"the preset is {config!r}; it can be {known} or a GPTConfig")
+    return PRESETS[config]
+
+
 def build_gpt(config: str | GPTConfig = "1m", seed: int = 0) -> GPT:
     """Return a GPT on the CPU whose weights depend on `config` and `seed` alone.
 
@@ -248,13 +258,7 @@ def build_gpt(config: str | GPTConfig = "1m", seed: int = 0) -> GPT:
     read nor changed, so every rank that calls this gets the same model. Raises
     ValueError for an unknown name.
     """
-    if not isinstance(config, GPTConfig):
-        if config not in PRESETS:
-            known = ", ".join(repr(name) for name in PRESETS)
-            raise ValueError(
-                f"the preset is {config!r}; it can be {known} or a GPTConfig"
-            )
-        config = PRESETS[config]
+    config = config_named(config)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also seed the GPUs, and nothing would restore them.
         torch.default_generator.manual_seed(seed)

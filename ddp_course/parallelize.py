@@ -27,6 +27,7 @@ from ddp_course.mechanisms.assembly import (
     names_along,
 )
 from ddp_course.mechanisms.divided import DividedModule
+from ddp_course.mechanisms.nested import groups_around
 from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.mechanisms.states import HasState, Whole
 from ddp_course.mechanisms.whole_state import full_state_dict, load_full_state_dict
@@ -124,7 +125,8 @@ def whole(model: nn.Module, optimizer: Optimizer) -> tuple[HasState, HasState]:
     groups, stepped = inner.groups, optimizer
     load = partial(load_full_optimizer_state, optimizer)
     if shards:  # its states are sharded along one more group
-        groups, stepped = (*groups, optimizer.process_group), optimizer.optim
+        groups = groups_around(optimizer.process_group, groups)
+        stepped = optimizer.optim
         load = optimizer.load_parts
     shapes = inner.plain.shapes
     names = names_along(optimizer, shapes, inner.groups)

@@ -21,7 +21,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ddp_course.coordinates import Mesh
-from ddp_course.gpt_config import PRESETS, GPTConfig
+from ddp_course.gpt_config import PRESETS, GPTConfig, MixtureConfig
 
 
 class SpecError(ValueError):
@@ -57,6 +57,12 @@ class Axis(NamedTuple):
 # neighbours. `parallelize` applies the axes in the opposite order.
 AXES = {
     "dp": Axis("data parallel: ranks with different rows of the batch", None, (), True),
+    "ep": Axis(
+        "expert parallel: so many ranks of dp have different experts",
+        "experts",
+        ("experts",),
+        averaged=True,
+    ),
     "pp": Axis("pipeline parallel: ranks with different layers", "pipeline"),
     "cp": Axis(
         "context parallel: ranks with different positions of a sequence",
@@ -206,11 +212,40 @@ class Training:
     preset: str = option("1m", "size of the GPT, in parameters", PRESETS)
     lr: float = option(3e-4, "learning rate", above=0)
     seed: int = option(0, "seed of the initial weights and the batches", least=0)
+    experts: int | None = option(
+        None, "MLPs in each block, of which each token uses a few", least=2
+    )
+    experts_per_token: int = option(2, "with --experts: MLPs that a token uses")
+    capacity: float | None = option(
+        None,
+        "with --experts: tokens that an expert takes of each sequence, over the mean; "
+        "others are dropped (default: none are)",
+        above=0,
+    )
+    balance: float = option(0.01, "with --experts: weight of its loss", least=0)
     clip: float | None = option(None, "clip each step's gradient to this norm", above=0)
     checkpoint: str | None = option(
         None, "save checkpoints in this folder; resume from the newest one in it"
     )
     every: int = option(10, "steps between two checkpoints")
+
+    @property
+    def config(self) -> GPTConfig:
+        """The sizes of the model; raises ValueError for sizes that make none."""
+        return self.with_experts(PRESETS[self.preset])
+
+    def with_experts(self, config: GPTConfig) -> GPTConfig:
+        """Return these sizes with the experts that are asked for, if any are."""
+        names = ("experts", "experts_per_token", "capacity", "balance")
+        if self.experts is None:
+            for name in names:
+                if getattr(self, name) != getattr(Training, name):
+                    raise SpecError(f"{name} is of no use without experts", name)
+            return config
+        return MixtureConfig(
+            **{each.name: getattr(config, each.name) for each in fields(GPTConfig)},
+            **{name: getattr(self, name) for name in names},
+        )
 
 
 @dataclass(frozen=True)
@@ -222,6 +257,7 @@ class Layout:
     """
 
     dp: int = option(1, AXES["dp"].about)
+    ep: int = option(1, AXES["ep"].about)
     pp: int = option(1, AXES["pp"].about)
     cp: int = option(1, AXES["cp"].about)
     tp: int = option(1, AXES["tp"].about)
@@ -260,8 +296,13 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The number of ranks along each of AXES."""
+        """The number of ranks along each of AXES; those of ep are among those of dp."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the whole layout."""
+        return prod(self.sizes.values()) // self.ep
 
     @property
     def model_axes(self) -> list[str]:
@@ -270,9 +311,16 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """The axes with more than one rank; hybrid shards divide dp into two axes."""
+        """The axes with more than one rank; hybrid shards divide dp into two axes.
+
+        So do experts: ranks along edp have the same experts, those along ep others.
+        """
         sizes = self.sizes
         hybrid = {}
+        if sizes.pop("ep") > 1:
+            divided = {"edp": self.dp // self.ep, "ep": self.ep}
+            del sizes["dp"]
+            return Mesh(divided | {a: n for a, n in sizes.items() if n > 1})
         if self.shard not in (None, self.dp):
             hybrid = {"replicate": self.dp // self.shard, "shard": self.shard}
             del sizes["dp"]
@@ -281,7 +329,7 @@ class Layout:
     @property
     def averaged(self) -> tuple[str, ...]:
         """The axes of the mesh along which gradients are averaged, in one group."""
-        dp = ("dp", "replicate", "shard")
+        dp = ("dp", "replicate", "shard", "edp")
         axes = self.mesh.axes
         return tuple(a for a in axes if a in dp or AXES[a].averaged)
 
@@ -289,7 +337,13 @@ class Layout:
     def together(self) -> list[tuple[str, ...]]:
         """The tuples of axes that need one common group, for `make_groups`."""
         axes = self.averaged[1:] if "shard" in self.averaged else self.averaged
-        return [axes] if len(axes) > 1 else []
+        groups = [axes, self.replicas] if self.ep > 1 else [axes]
+        return [each for each in groups if len(each) > 1]
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The axes along which ranks with the same experts average their gradients."""
+        return tuple(axis for axis in self.averaged if axis != "ep")
 
     @property
     def rooms(self) -> list[str]:
@@ -322,7 +376,7 @@ class Layout:
 
     def share(self, rank: int) -> tuple[int, int]:
         """Return which share of the rows `rank` has, and the number of shares."""
-        return rank * self.dp // prod(self.sizes.values()), self.dp
+        return rank * self.dp // self.ranks, self.dp
 
     def check(
         self,
@@ -338,7 +392,8 @@ class Layout:
         """
         check_fields(self)
         for problem in (
-            _threads, _beside_zero, _beside_data_parallel, _bubble, _local, _compress
+            _threads, _experts, _beside_zero, _beside_data_parallel, _bubble, _local,
+            _compress,
         ):  # fmt: skip
             if text := problem(self):
                 raise SpecError(text, problem.__name__.strip("_"))
@@ -369,6 +424,12 @@ class Layout:
             )
 
     def _check_sizes(self, config: GPTConfig) -> None:
+        if isinstance(config, MixtureConfig):
+            if text := _beside_experts(self, config):
+                raise SpecError(text, "experts")
+        elif self.ep > 1:
+            text = f"ep is {self.ep}, and the model has no experts; give experts"
+            raise SpecError(f"{text}, as 8, or leave ep out", "ep", "experts")
         for axis in self.model_axes:
             if text := config.indivisible(AXES[axis].divides, self.sizes[axis]):
                 raise SpecError(text, axis)
@@ -399,7 +460,7 @@ def layout_for(world_size: int, **options: Any) -> Layout:
     if "dp" not in options:
         layout = Layout(**options)
         check_fields(layout)
-        options["dp"] = max(1, world_size // prod(layout.sizes.values()))
+        options["dp"] = max(1, world_size // layout.ranks)
     layout = Layout(**options)
     layout.check(world_size)
     return layout
@@ -476,12 +537,48 @@ def compression(words: str) -> tuple[str, float | None]:
 
 
 def _threads(a: Layout) -> str | None:
-    ranks = prod(a.sizes.values())
+    ranks = a.ranks
     if a.threads > 1 and (ranks > 1 or a.zero):
         return (
             f"threads is {a.threads}, ranks is {ranks} and zero is {a.zero}: "
             "DataParallel runs in one process, without ZeRO; start one rank with zero "
             "0, or leave threads out"
+        )
+    return None
+
+
+def _experts(a: Layout) -> str | None:
+    if a.ep == 1:
+        return None
+    if a.dp % a.ep:
+        return (
+            f"ep is {a.ep} and dp is {a.dp}; ep must be a divisor of dp, as the ranks "
+            "that share experts are ranks of dp"
+        )
+    if a.zero == 3:
+        return (
+            f"zero is 3 and ep is {a.ep}: ranks with other experts cannot gather their "
+            "parameters from each other; take zero 1 or 2"
+        )
+    if a.data_parallel != "ddp":
+        return (
+            f"data_parallel is {a.data_parallel!r} and ep is {a.ep}: experts are "
+            "averaged among fewer ranks than the rest, which only 'ddp' does"
+        )
+    return None
+
+
+def _beside_experts(a: Layout, config: MixtureConfig) -> str | None:
+    if a.cp > 1 and (config.capacity is not None or config.balance):
+        return (
+            f"cp is {a.cp}, and ranks with a part of a sequence do not know its loads; "
+            "leave capacity out and take balance 0"
+        )
+    if config.balance and (a.precision == "fp16" or a.threads > 1):
+        return (
+            f"precision is {a.precision!r} and threads is {a.threads}: the gradient of "
+            "the balance loss is neither scaled with the loss nor averaged over "
+            "threads; take balance 0, or bf16 and ranks"
         )
     return None
 

@@ -29,10 +29,12 @@ from torch import Tensor, nn
 
 from ddp_course.checkpoint import Checkpoints
 from ddp_course.data import load_corpus, shard
+from ddp_course.experts.gpt import build_mixture_gpt
+from ddp_course.gpt_config import GPTConfig, MixtureConfig
 from ddp_course.launch import device
 from ddp_course.launch.torchrun import check_alone
 from ddp_course.mesh import make_groups
-from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.model import build_gpt, config_named
 from ddp_course.parallelize import (
     autocast,
     clip_gradients,
@@ -95,6 +97,10 @@ def train(
     preset: str | GPTConfig = Training.preset,
     lr: float = Training.lr,
     seed: int = Training.seed,
+    experts: int | None = None,
+    experts_per_token: int = Training.experts_per_token,
+    capacity: float | None = None,
+    balance: float = Training.balance,
     keep_state: bool = False,
     clip: float | None = None,
     checkpoint: str | Path | None = None,
@@ -105,7 +111,8 @@ def train(
     """Train a GPT for `steps` steps of AdamW on `batch_size` rows, shared by all ranks.
 
     Without a process group this is one process with the whole batch. The
-    `layout_options` are fields of `spec.Layout`: tp=2, zero=1, precision="bf16". `clip`
+    `layout_options` are fields of `spec.Layout`: tp=2, zero=1, precision="bf16". With
+    `experts` each MLP is a mixture of so many (`gpt_config.MixtureConfig`). `clip`
     limits the norm of the whole model's gradient. With a folder `checkpoint`, the run
     resumes from the newest checkpoint in it, and saves one after every `every` steps
     and at its end. Rank 0 calls `on_step(steps done, loss)`.
@@ -118,12 +125,15 @@ def train(
     together = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     my_device = device()
-    check_fields(Training(steps, batch_size, lr=lr, seed=seed, every=every, clip=clip))
+    of_experts = experts, experts_per_token, capacity, balance
+    asked = Training(steps, batch_size, "1m", lr, seed, *of_experts, clip, None, every)
+    check_fields(asked)
     layout = layout_for(world_size, **layout_options)
     corpus = load_corpus()
-    model = build_gpt(preset, seed).to(my_device, dtype_of(layout))
-    config = model.config
+    config = asked.with_experts(config_named(preset))
     layout.check(batch_size=batch_size, config=config)
+    build = build_mixture_gpt if isinstance(config, MixtureConfig) else build_gpt
+    model = build(config, seed).to(my_device, dtype_of(layout))
     axes = make_groups(layout.mesh, *layout.together) if together else None
     strategies = strategies_of(layout, axes)
     model = parallelize(model, layout, axes)

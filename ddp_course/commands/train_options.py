@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ddp_course.commands import CommandError, check_file
-from ddp_course.gpt_config import PRESETS
 from ddp_course.spec import AXES, Layout, Training, layout_for
 
 OF_LAYOUT = [each.name for each in fields(Layout)]
@@ -30,7 +29,11 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 def ranks_of(args: Namespace) -> int:
     """Return how many ranks to start: as typed, or as many as the axes need."""
-    return args.ranks or prod(getattr(args, axis) or 1 for axis in AXES)
+    if args.ranks:
+        return args.ranks
+    sizes = {axis: getattr(args, axis) or 1 for axis in AXES}
+    sizes["dp"] = args.dp or sizes["ep"]
+    return prod(sizes.values()) // sizes["ep"]
 
 
 def check_typed(args: Namespace) -> None:
@@ -44,9 +47,13 @@ def check_typed(args: Namespace) -> None:
         ("microbatches", (args.pp or 1) > 1, pipeline),
         ("shard", args.zero == 3, "--zero 3"),
         ("every", args.checkpoint is not None, "--checkpoint"),
+        ("experts_per_token", args.experts is not None, "--experts"),
+        ("capacity", args.experts is not None, "--experts"),
+        ("balance", args.experts is not None, "--experts"),
     ):
         if getattr(args, name) is not None and not used:
-            raise CommandError(f"--{name} has no effect without {by}")
+            option = name.replace("_", "-")
+            raise CommandError(f"--{option} has no effect without {by}")
     check_file(args.json)
     if args.checkpoint is not None:
         check_folder(args.checkpoint)
@@ -68,7 +75,8 @@ def check_layout(args: Namespace) -> None:
     settings, ranks = settings_of(args), ranks_of(args)
     try:
         layout = layout_for(ranks, **{name: settings[name] for name in OF_LAYOUT})
-        config = PRESETS[settings["preset"]]
+        model = {each.name: settings[each.name] for each in fields(Training)}
+        config = Training(**model).config
         layout.check(batch_size=settings["batch_size"], config=config)
     except ValueError as error:
         raise CommandError(str(error)) from None

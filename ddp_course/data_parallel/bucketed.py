@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, FIRST_BUCKET_MB, bucket_plan
@@ -62,8 +62,11 @@ class BucketedDistributedDataParallel(nn.Module):
         self.module, self.process_group, self.parts = module, process_group, [*parts]
         self.require_backward_grad_sync = True
         announce(self.parts, "before_replication", self)
-        first = dist.get_process_group_ranks(process_group)[0]
-        broadcast_all(module.parameters(), first, process_group)
+        groups: dict[Any, list[Tensor]] = {}  # an expert is not on all ranks
+        for p in module.parameters():
+            groups.setdefault(getattr(p, "replicas", process_group), []).append(p)
+        for group, same in groups.items():
+            broadcast_all(same, dist.get_process_group_ranks(group)[0], group)
         reducer = self.reducer_class(process_group, all_reduce)
         self.engine = Engine(reducer, self.parts)
         parameters = dict(module.named_parameters())

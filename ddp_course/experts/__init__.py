@@ -8,4 +8,6 @@ Read the modules in this order:
     gathered   experts on several ranks: every rank sees all tokens
     dispatch   experts on several ranks: all-to-all to the experts, and back
     metered    an exchange of rows that byte meters count
+    gpt        the course's GPT with a mixture in place of each MLP
+    axis       what `parallelize` calls to divide a model's experts among ranks of dp
 """

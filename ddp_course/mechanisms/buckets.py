@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 MIB = 1 << 20
@@ -34,6 +35,7 @@ class Bucket:
         offsets: the first element of each parameter in the bucket.
         numel: the number of elements of all parameters together.
         dtype, device: the type and device of all its gradients.
+        group: the `replicas` of its parameters: ranks that have them; None: all ranks.
     """
 
     index: int
@@ -42,6 +44,7 @@ class Bucket:
     numel: int
     dtype: torch.dtype
     device: torch.device
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +68,8 @@ def bucket_plan(
     """Divide the parameters into buckets, by their shapes, types and devices.
 
     Frozen parameters and those without elements are in no bucket, tied ones are in one.
-    A bucket has gradients of one type on one device; each type has its own small first
-    bucket, and the bucket that is full first is sent first.
+    A bucket has gradients of one type on one device, of parameters on the same ranks;
+    each kind has a small first bucket, and the bucket that is full first is sent first.
 
     The caps are MiB: a bucket is closed at `bucket_cap_mb`, the first one at
     `first_bucket_mb` if that is less. Raises ValueError if one is not above 0.
@@ -81,7 +84,7 @@ def bucket_plan(
     cap_of: dict[tuple, float] = {}
     closed: list[list[int]] = []
     for place, (_, parameter) in enumerate(to_place):
-        kind = parameter.dtype, parameter.device
+        kind = parameter.dtype, parameter.device, getattr(parameter, "replicas", None)
         bucket = filling.setdefault(kind, [])
         bucket.append(place)
         nbytes = sum(to_place[at][1].nbytes for at in bucket)
@@ -110,7 +113,8 @@ def _bucket(index: int, members: list[tuple[str, Tensor]]) -> Bucket:
     names, parameters = zip(*members, strict=True)
     *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
     first = parameters[0]
-    return Bucket(index, names, tuple(offsets), numel, first.dtype, first.device)
+    kind = first.dtype, first.device, getattr(first, "replicas", None)
+    return Bucket(index, names, tuple(offsets), numel, *kind)
 
 
 @dataclass(eq=False)

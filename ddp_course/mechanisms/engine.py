@@ -120,7 +120,8 @@ class AllReduceBuckets(BucketReducer):
 
     def launch(self, bucket: LiveBucket) -> Any:
         """Start the all-reduce of a bucket."""
-        return self.all_reduce(bucket.flat, group=self.group, async_op=True)
+        group = bucket.plan.group or self.group
+        return self.all_reduce(bucket.flat, group=group, async_op=True)
 
 
 class Engine(Averager):

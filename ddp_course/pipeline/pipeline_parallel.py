@@ -143,6 +143,7 @@ class PipelineParallel(DividedModule, Pipeline):
             SameBatch(group, check_more, check_tokens, takes_targets, ignored),
             PostedAhead(),
             SharedGradients(self.parameters_by_name, plan.shared, rank),
+            *getattr(model, "pipeline_parts", ()),
         ]
         if recorder is not None:
             self.parts.append(recorder)

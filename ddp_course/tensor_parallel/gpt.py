@@ -138,6 +138,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
         super().__init__()
         self.config, self.exchange, self.parts = full.config, exchange, tuple(parts)
         self.sequence_parallel, self.token_check = sequence_parallel, full.token_check
+        self.pipeline_parts = getattr(full, "pipeline_parts", ())
         self.ends = Ends(full.config, exchange, sequence_parallel, self.parts)
         group = dist.group.WORLD if exchange.group is None else exchange.group
         self.plain, self.groups = PlainModel.of(full), (group,)

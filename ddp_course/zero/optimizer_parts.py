@@ -24,8 +24,9 @@ from ddp_course.mechanisms.buckets import LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.guards import averaged_by
 from ddp_course.mechanisms.hooks import while_alive
+from ddp_course.mechanisms.nested import place_piece
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.placements import Flat, place, placed
+from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.zero.options import copy_options
 from ddp_course.zero.shards import ShardedBucket, names_of
 
@@ -47,9 +48,9 @@ class Places:
         self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
     ) -> None:
         """Record the places of this rank's pieces of a row."""
-        for piece in bucket.pieces(optimizer.rank):
+        for piece in bucket.pieces(optimizer.rank_in(bucket)):
             parameter = parameters[piece.parameter]
-            place(
+            place_piece(
                 optimizer.owned[parameter],
                 optimizer.process_group,
                 Flat(piece.first, piece.last),

@@ -120,7 +120,8 @@ def shard_plan(
     elements are in no bucket. Raises ValueError if the cap is not above 0. Chapter 07.
     """
     plan = bucket_plan(named_parameters, bucket_cap_mb, bucket_cap_mb)
-    return tuple(ShardedBucket(bucket, world_size) for bucket in plan)
+    sizes = (b.group.size() if b.group else world_size for b in plan)
+    return tuple(map(ShardedBucket, plan, sizes))
 
 
 def shard_of(row: Tensor, rank: int, bucket: ShardedBucket) -> Tensor:

@@ -99,7 +99,7 @@ class Zero1(Optimizer):
         new = {names[p]: p for group in groups for p in group["params"]}
         for parameter in new.values():
             if not parameter.requires_grad:  # it is in no row
-                self.broadcast(parameter)
+                self.broadcast(parameter, getattr(parameter, "replicas", None))
         for bucket in shard_plan(new.items(), self.world_size, self.bucket_cap_mb):
             self.lay_in_a_row(bucket, new)
             self.engine.add(bucket, new)
@@ -119,20 +119,24 @@ class Zero1(Optimizer):
         for name, offset in zip(bucket.parameters, bucket.offsets, strict=True):
             parameter = parameters[name]
             parameter.data = view_of(row, offset, parameter).copy_(parameter)
-        self.broadcast(row)
-        own = shard_of(row, self.rank, bucket)
-        for piece in bucket.pieces(self.rank):
+        self.broadcast(row, bucket.bucket.group)
+        own = shard_of(row, self.rank_in(bucket), bucket)
+        for piece in bucket.pieces(self.rank_in(bucket)):
             parameter = parameters[piece.parameter]
             self.owned[parameter] = nn.Parameter(piece.part_of(own))
         self.plan.append(bucket)
         self.rows.append(row)
         announce(self.parts, "row_made", self, bucket, parameters)
 
+    def rank_in(self, bucket: ShardedBucket) -> int:
+        """Return this rank's number among those that have a bucket's parameters."""
+        return dist.get_rank(bucket.bucket.group or self.process_group)
+
     @torch.no_grad()
-    def broadcast(self, tensor: Tensor) -> None:
-        """Copy the values of the group's first rank to all ranks."""
+    def broadcast(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Copy the values of the group's first rank to all its ranks."""
         numbers = tensor.detach().contiguous()
-        dist.broadcast(numbers, group=self.process_group, group_src=0)
+        dist.broadcast(numbers, group=group or self.process_group, group_src=0)
         tensor.copy_(numbers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -171,7 +175,7 @@ class Zero1(Optimizer):
         announce(self.parts, "gradients_complete", self)
         for bucket in self.engine.buckets:
             slots = {slot.name: slot for slot in bucket.slots}
-            for piece in bucket.plan.pieces(self.rank):
+            for piece in bucket.plan.pieces(self.rank_in(bucket.plan)):
                 slot = slots[piece.parameter]
                 mean = self.reducer.mean_of(bucket, slot, piece)
                 self.owned[slot.parameter].grad = mean
@@ -179,8 +183,9 @@ class Zero1(Optimizer):
     def share_parameters(self) -> None:
         """All-gather the shards of each bucket in place."""
         for bucket, row in zip(self.plan, self.rows, strict=True):
-            own = shard_of(row, self.rank, bucket)
-            self.collectives.all_gather_single(row, own, group=self.process_group)
+            own = shard_of(row, self.rank_in(bucket), bucket)
+            group = bucket.bucket.group or self.process_group
+            self.collectives.all_gather_single(row, own, group=group)
         for piece in self.owned.values():
             piece.grad = None
         # PyTorch's optimizers increment the versions, too: a backward through a forward
@@ -217,7 +222,7 @@ class ReduceScatterBuckets(BucketReducer):
     ) -> None:
         super().__init__(group)
         self.reduce_scatter = collectives.reduce_scatter_single
-        self.rank, self.parts = dist.get_rank(group), parts
+        self.parts = parts
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
         """Allocate a bucket's memory, which lasts as long as the optimizer."""
@@ -239,12 +244,13 @@ class ReduceScatterBuckets(BucketReducer):
 
     def own(self, bucket: LiveBucket) -> Tensor:
         """Return this rank's shard of a bucket."""
-        return shard_of(bucket.flat, self.rank, bucket.plan)
+        rank = dist.get_rank(bucket.plan.bucket.group or self.group)
+        return shard_of(bucket.flat, rank, bucket.plan)
 
     def launch(self, bucket: LiveBucket) -> Any:
         """Begin the reduce-scatter of a bucket, in place."""
-        own = self.own(bucket)
-        return self.reduce_scatter(own, bucket.flat, group=self.group, async_op=True)
+        own, group = self.own(bucket), bucket.plan.bucket.group or self.group
+        return self.reduce_scatter(own, bucket.flat, group=group, async_op=True)
 
     def arrived(self, bucket: LiveBucket) -> None:
         """Announce a bucket whose reduction has ended."""

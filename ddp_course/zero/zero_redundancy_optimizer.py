@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.mechanisms import shard_collectives
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
+from ddp_course.mechanisms.nested import groups_around
 from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
 from ddp_course.mechanisms.recovery import AgreeUnused, Recovery
 from ddp_course.zero.optimizer_guards import (
@@ -136,7 +137,7 @@ class ZeroRedundancyOptimizer(Zero1):
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups that divide the gradients: this one and earlier parallelisms'."""
         parameters = (p for group in self.param_groups for p in group["params"])
-        return list(dict.fromkeys([*groups_of(parameters), self.process_group]))
+        return groups_around(self.process_group, groups_of(parameters))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients to a norm of at most `max_norm`; return the norm before.
