@@ -9,6 +9,7 @@
     zero            a training step under our ZeRO and FSDP beside PyTorch's
     tp              a training step under our tensor parallelism beside PyTorch's
     attention       attention over a divided sequence, beside one process and PyTorch's
+    experts         dispatch and combine of experts, beside bare all-to-alls
     pp              a training step under our pipeline beside PyTorch's, and bubbles
     async_          a parameter server beside its formulas, bare messages and rpc
     order           priority over our DDP on slow links, beside a simulation
