@@ -12,6 +12,7 @@
     timeline    the events of a backward pass, for the open event logs
     placements  which part of which parameter of the plain model a rank has; the norm of
                 the whole gradient
+    nested      divisions along a part of the ranks that another division has
     divided     a divided module, and its names and shapes before the division
     assembly    whole tensors and optimizer states, added up from the ranks' parts
     whole_state the full states of a divided module
