@@ -10,12 +10,11 @@ from on_ranks import launched
 from torch import nn
 
 from ddp_course.chapters.ch08_fsdp.imagined_gpu import BACKWARD, FORWARD
-from ddp_course.chapters.ch08_fsdp.offload_runs import run_each
+from ddp_course.chapters.ch08_fsdp.offload_runs import run_each, seconds_by_formula
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import MemoryLog
 from ddp_course.mechanisms.host_memory import HostMemory, Lane
 from ddp_course.model import build_gpt
-from ddp_course.theory import offloaded_step_time, zero_offload_step_time
 from ddp_course.zero import (
     FullyShardedDataParallel,
     OffloadedOptimizer,
@@ -171,26 +170,20 @@ def test_a_step_of_zero_offload_copies_each_parameter_out_and_back():
 BANDWIDTH = 25e6
 
 
-def formulas() -> dict[str, float]:
+def least_seconds() -> dict[str, float]:
     """Return the least seconds of each way of `offload_runs`, on one rank."""
-    root, block = (
-        unit.nbytes / BANDWIDTH for unit in unit_plan(build_gpt("1m"), 1)[:2]
-    )
-    [weights] = {
-        sum(m.weight.numel() for m in block.modules() if isinstance(m, nn.Linear))
-        for block in build_gpt("1m").blocks
-    }
-    args = 4, block, weights * FORWARD, weights * BACKWARD
-    return {
-        "all on the GPU": 4 * (args[2] + args[3]),
-        "nothing ahead": offloaded_step_time(*args, root_copy=root, prefetch=False),
-        "one unit ahead": offloaded_step_time(*args, root_copy=root),
-        "ZeRO-Offload": zero_offload_step_time(*args, root_copy=root),
-    }
+    block = build_gpt("1m").blocks[0]
+    layers = [m for m in block.modules() if isinstance(m, nn.Linear)]
+    per_block = sum(m.weight.numel() for m in layers) * (FORWARD + BACKWARD)
+    assert BACKWARD == 2 * FORWARD
+    computing = 4 * per_block
+    return {"all on the GPU": computing, **seconds_by_formula(computing, BANDWIDTH)}
 
 
 def too_fast(runs) -> list[str]:
-    return [name for name, least in formulas().items() if runs[name].seconds < least]
+    return [
+        name for name, least in least_seconds().items() if runs[name].seconds < least
+    ]
 
 
 def hurried() -> list[str]:

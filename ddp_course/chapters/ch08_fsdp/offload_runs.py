@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ddp_course import theory
 from ddp_course.chapters.ch08_fsdp.imagined_gpu import gpt_on_an_imagined_gpu
 from ddp_course.data import load_corpus
 from ddp_course.mechanisms.host_memory import HostMemory
+from ddp_course.model import build_gpt
 from ddp_course.zero import (
     FullyShardedDataParallel,
     OffloadedOptimizer,
     metered,
     offloaded,
 )
+from ddp_course.zero.units import unit_plan
 
 STEPS = 3
 ADAMW = {"lr": 3e-4, "fused": True}
@@ -84,3 +87,23 @@ def _run(make: Callable[[nn.Module, HostMemory], Trained]) -> OffloadRun:
 
 def _stepped(fsdp: nn.Module) -> Trained:
     return fsdp, torch.optim.AdamW(fsdp.parameters(), **ADAMW)
+
+
+def seconds_by_formula(on_the_gpu: float, bandwidth: float) -> dict[str, float]:
+    """Return the seconds of a step in each way but the first, by `theory`.
+
+    Args:
+        on_the_gpu: measured seconds of a step with everything on the device; a third of
+            them is forward, and the rest backward.
+        bandwidth: bytes per second of the link to the host.
+    """
+    root, *blocks = unit_plan(build_gpt("1m"), world_size=1)
+    copy, root_copy = blocks[0].nbytes / bandwidth, root.nbytes / bandwidth
+    each = on_the_gpu / len(blocks)
+    passes = len(blocks), copy, each / 3, each * 2 / 3
+    stage3 = partial(theory.offloaded_step_time, *passes, root_copy=root_copy)
+    return {
+        "nothing ahead": stage3(prefetch=False),
+        "one unit ahead": stage3(prefetch=True),
+        "ZeRO-Offload": theory.zero_offload_step_time(*passes, root_copy=root_copy),
+    }
