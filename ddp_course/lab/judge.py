@@ -345,7 +345,8 @@ def _watched_call(
     if {*watch} == {"bytes"}:
         got, written = call(function, *args)
         return got, {"written": written}
-    before = living_bytes()
+    living = living_bytes if "memory" in watch else lambda: 0  # to look takes long
+    before = living()
     with (
         messages_of() as seen,
         EventLog() as log,
@@ -363,7 +364,7 @@ def _watched_call(
         "library": (bool(torchs.calls), bool(own)),
         "count": len(names),
         "sent_bytes": meter.total_sent + torchs.nbytes,
-        "more": living_bytes() - before - _nbytes(got),
+        "more": living() - before - _nbytes(got),
         "written": written,
     }
 

@@ -255,7 +255,7 @@ def _gradients(d: Draw) -> list[Tensor]:
     """
     shapes = [(2,), (1,), (3,), (0,)][: 3 if d.case < 2 else 4]
     if d.case == 3:
-        shapes = [(9000,), (8000,)]
+        shapes = [(4500,), (4000,)]
     shapes = d.own.choices(shapes, k=d.own.choice([1, 2, 3]))
     without = d.same.randrange(d.n) == d.rank and d.n > 1 and d.case >= 2
     return [d.tensor(s, torch.float32) / 500 for s in ([] if without else shapes)]
