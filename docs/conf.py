@@ -113,7 +113,7 @@ def load_excerpts(app: Any, page: str, *_: Any) -> None:
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Tell Sphinx how formulas are written: as MathML, which browsers draw alone."""
+    """Let Sphinx write formulas as MathML, which browsers draw without a script."""
     from docutils.nodes import SkipNode
     from docutils.utils.math.latex2mathml import tex2mathml
 

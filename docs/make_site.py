@@ -99,7 +99,7 @@ def collect(course: Path, source: Path) -> None:
 
 
 def relink(markdown: str) -> str:
-    """Return Markdown whose links go to the pages of the site.
+    """Return Markdown whose links lead to the pages of the site.
 
     The README is two pages: what a learner needs first, and the reference.
     """

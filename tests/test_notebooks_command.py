@@ -212,7 +212,7 @@ def test_a_cell_that_lacks_something_can_be_read(tmp_path):
     bare["cells"] = [{"cell_type": kind} for kind in ("code", "markdown")]
     path.write_text(json.dumps(bare))
     assert "no id" in " ".join(clean_notebooks.complaints(path))
-    notebook = execute.read(path)
+    notebook = execute.read_notebook(path)
     clean_notebooks.clean(notebook)
     nbformat.validate(notebook)
 

@@ -22,7 +22,12 @@ import nbformat
 from nbformat import NotebookNode
 
 from ddp_course.commands import chapters
-from ddp_course.commands.execute import code_cells, must_raise, read, without_colours
+from ddp_course.commands.execute import (
+    code_cells,
+    must_raise,
+    read_notebook,
+    without_colours,
+)
 from ddp_course.commands.run import for_each, run_chapter
 from ddp_course.learners_copy import PACKAGE
 
@@ -89,7 +94,7 @@ def clean(notebook: NotebookNode) -> None:
 
 def complaints(path: Path) -> list[str]:
     """Return what is wrong with the notebook at `path`; nothing if it is clean."""
-    stored, cured = read(path), read(path)
+    stored, cured = read_notebook(path), read_notebook(path)
     found = []
     for complaint, remedy in RULES.items():
         better = copy.deepcopy(stored)

@@ -21,7 +21,7 @@ naive_all_reduce = partial(all_reduce_by, "naive_all_reduce", naive_plan)
 tree_all_reduce = partial(all_reduce_by, "tree_all_reduce", tree_plan)
 ring_all_reduce = partial(all_reduce_by, "ring_all_reduce", ring_plan)
 halving_doubling_all_reduce = partial(
-    all_reduce_by, "halving_doubling_all_reduce", halving_doubling.plan
+    all_reduce_by, "halving_doubling_all_reduce", halving_doubling.halving_doubling_plan
 )
 
 

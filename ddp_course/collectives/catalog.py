@@ -211,6 +211,6 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "barrier": barrier_plan,
     "all_reduce, naive": naive_plan,
     "all_reduce, tree": tree_plan,
-    "all_reduce, halving-doubling": halving_doubling.plan,
+    "all_reduce, halving-doubling": halving_doubling.halving_doubling_plan,
     "all_reduce, ring": ring_plan,
 }

@@ -38,7 +38,7 @@ def halving_plan(world_size: int) -> Plan:
 
 
 @cache
-def plan(world_size: int) -> Plan:
+def halving_doubling_plan(world_size: int) -> Plan:
     """Plan an all-reduce: halving, then doubling, which sends the same messages back.
 
     p is the largest power of two up to N. Rank p + i first sends its whole tensor to

@@ -48,7 +48,7 @@ class Failure:
         return f"{story}: {self.error}"
 
 
-def read(path: Path) -> NotebookNode:
+def read_notebook(path: Path) -> NotebookNode:
     """Return the notebook as it is stored. Raises ValueError if it is no notebook.
 
     Nothing is converted, since a conversion would draw random cell ids. Fields that

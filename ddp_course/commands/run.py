@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from ddp_course.commands import chapters, tell
-from ddp_course.commands.execute import code_cells, execute, read
+from ddp_course.commands.execute import code_cells, execute, read_notebook
 
 
 def command(args: Namespace) -> int:
@@ -40,7 +40,7 @@ def for_each(paths: list[Path], work: Callable[[Path], list[str]]) -> int:
 
 def run_chapter(path: Path, timeout: int) -> tuple[NotebookNode, list[str]]:
     """Execute a chapter with a progress bar; return the notebook, and its problems."""
-    notebook = read(path)
+    notebook = read_notebook(path)
     cells = len(code_cells(notebook))
     started = time.monotonic()
     console = Console(stderr=True)

@@ -92,7 +92,7 @@ def _noting(name: str, position: int, note: Any) -> Any:
     return collective
 
 
-def read(file: Path, rank: int) -> dict[Call, tuple[str, str]]:
+def read_calls(file: Path, rank: int) -> dict[Call, tuple[str, str]]:
     """Return a rank's last calls: what all ranks must have in common, and the words."""
     with file.open("rb") as opened:
         opened.seek(rank * ROOM)

@@ -74,7 +74,7 @@ class Launch:
                 self._end()
             rank_reports = [self._report(rank) for rank in self.ranks]
             for report in rank_reports:
-                report.calls = calls.read(Path(notes.path), report.rank)
+                report.calls = calls.read_calls(Path(notes.path), report.rank)
         if self.stopped:
             raise reports.stopped(rank_reports)
         return rank_reports

@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_course.measure.memory import tensors_of
-from ddp_course.measure.storages import open_logs, plain
+from ddp_course.measure.storages import open_logs, plain_tensors
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in the arguments or results of an operation."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Tensor):
-            yield from plain(leaf)
+            yield from plain_tensors(leaf)
 
 
 class Operations(TorchDispatchMode):

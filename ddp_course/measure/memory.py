@@ -29,7 +29,7 @@ from ddp_course.measure.storages import (
     Part,
     is_mapping,
     labels,
-    plain,
+    plain_tensors,
     span_of,
     uncovered,
 )
@@ -65,7 +65,7 @@ def census(watched: Iterable[Any]) -> dict[torch.UntypedStorage, list[Part]]:
             parts = [Part(0, storage.nbytes(), parts[0].kind)]
         found[storage] = [*parts]
     for tensor, kind in tensors_of(watched):
-        for local in plain(tensor):
+        for local in plain_tensors(tensor):
             parts = found.setdefault(local.untyped_storage(), [])
             parts += [Part(a, b, kind) for a, b in uncovered(parts, *span_of(local))]
     return found

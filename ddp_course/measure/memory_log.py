@@ -43,7 +43,7 @@ from ddp_course.measure.storages import (
     is_mapping,
     labels,
     open_logs,
-    plain,
+    plain_tensors,
     span_of,
     uncovered,
 )
@@ -199,7 +199,7 @@ class MemoryLog:
 
     def accumulated(self, parameter: Tensor) -> None:
         """Record a parameter's gradient, unless a hook has removed it again."""
-        for gradient in () if parameter.grad is None else plain(parameter.grad):
+        for gradient in () if parameter.grad is None else plain_tensors(parameter.grad):
             if gradient.untyped_storage() not in labels:
                 self._claimed(gradient, "gradients", "found")
 

@@ -17,7 +17,7 @@ from ddp_course.ledger import check_kind
 from ddp_course.measure.blocks import OpenBlocks
 
 
-def plain(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors with storages that `tensor` consists of.
 
     That is the tensor itself; the local shard of a DTensor; indices and values of a
@@ -27,7 +27,7 @@ def plain(tensor: Tensor) -> Iterator[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
             if isinstance(part, Tensor):  # torch 2.13 lists a DTensor's mesh, too
-                yield from plain(part)
+                yield from plain_tensors(part)
     elif tensor.layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout is torch.strided and not tensor.is_meta:
@@ -100,7 +100,7 @@ def label(tensor: Tensor, kind: str) -> Tensor:
     Chapter 06.
     """
     check_kind(kind)
-    for part in plain(tensor):
+    for part in plain_tensors(tensor):
         storage = part.untyped_storage()
         start, stop = span_of(part)
         earlier = labels.get(storage, []) if is_mapping(storage) else []

@@ -31,7 +31,10 @@ SMALL = 1000  # bytes of a piece: 250 numbers of 4 bytes, 125 of 8
 PLANS = {  # of n ranks, on one node or on several
     "naive": (naive_all_reduce, catalog.naive_plan),
     "tree": (tree_all_reduce, catalog.tree_plan),
-    "halving_doubling": (halving_doubling_all_reduce, halving_doubling.plan),
+    "halving_doubling": (
+        halving_doubling_all_reduce,
+        halving_doubling.halving_doubling_plan,
+    ),
     "ring": (ring_all_reduce, catalog.ring_plan),
 } | {
     variant: (
