@@ -17,6 +17,8 @@ from torch import Tensor, nn, tanh
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from ddp_course.experts.gpt import build_mixture_gpt
+from ddp_course.gpt_config import MixtureConfig
 from ddp_course.model import GPTConfig, build_gpt
 
 ROWS = 12
@@ -110,6 +112,11 @@ def _gpt(**options: Any) -> Model:  # can be cut in two, and in three
     return Model(lambda: build_gpt(config), _tokens(times=2))
 
 
+def _gpt_of_experts() -> Model:
+    config = MixtureConfig(12, 4, n_layer=2, n_head=6, d_model=12, experts=6)
+    return Model(lambda: build_mixture_gpt(config), _tokens(times=2))
+
+
 def _by_turns(m: Net, x: Tensor) -> Tensor:
     m.count += 1
     return m.head(tanh(m.first(x) if m.count % 2 else x))
@@ -169,6 +176,7 @@ _SEQUENCES, _SIGNALS, _IMAGES = _drawn(5, 6), _drawn(2, 8), _drawn(2, 6, 6)
 MODELS: dict[str, Model] = {
     "GPT": _gpt(),
     "GPT, tied": _gpt(tied=True),
+    "GPT of experts": _gpt_of_experts(),
     "RNN": Model(lambda: _recurrent(nn.RNN), _SEQUENCES),
     "GRU": Model(lambda: _recurrent(nn.GRU), _SEQUENCES),
     "LSTM": Model(
@@ -274,7 +282,8 @@ MODELS: dict[str, Model] = {
     "gradient in forward": Model(lambda: Net(_forces, net=_chain())),
 }  # fmt: skip
 HARD = (
-    "GPT, tied", "experts", "BatchNorm", "several out", "complex", "mixed types",
+    "GPT, tied", "GPT of experts", "experts", "BatchNorm", "several out", "complex",
+    "mixed types",
     "buffer that counts", "moving mean", "0-dim parameter", "empty, strided",
     "weights clamped", "gradient in forward",
 )  # fmt: skip

@@ -47,6 +47,7 @@ from torch.utils._pytree import tree_map_only
 from ddp_course import data_parallel, zero
 from ddp_course.communication_order import ScheduledDataParallel, priority
 from ddp_course.context_parallel.gpt import context_parallel
+from ddp_course.experts.axis import expert_parallel
 from ddp_course.mechanisms.agreement import digest, kind_of
 from ddp_course.mechanisms.buckets import bucket_plan
 from ddp_course.mechanisms.hooks import tensors_in
@@ -112,6 +113,12 @@ def over_positions(model: nn.Module) -> nn.Module:
     return DDP(context_parallel(model))
 
 
+def over_experts(model: nn.Module) -> nn.Module:
+    """Return a model whose experts are all different; the rest is averaged."""
+    alone, _ = dist.new_subgroups(group_size=1)
+    return DDP(expert_parallel(model, dist.group.WORLD, alone))
+
+
 def in_stages(model: nn.Module) -> nn.Module:
     """Return a pipeline; the course's GPT has a loss of its own."""
     return PipelineParallel(model, loss_fn=None if hasattr(model, "config") else score)
@@ -137,6 +144,7 @@ OURS: dict[str, Strategy] = {
     "zero3": wrapped(in_units(zero.FullyShardedDataParallel)),
     "tp": wrapped(tensor_parallel),
     "cp": wrapped(over_positions),
+    "ep": wrapped(over_experts),
     "pp": wrapped(in_stages),
 }
 PYTORCHS: dict[str, Strategy] = {"DDP": wrapped(PyTorchDDP), "FSDP": wrapped(by_fsdp)}
@@ -475,6 +483,9 @@ def test_every_strategy_conforms_or_refuses():
         # A bed that refuses everything would prove nothing.
         assert sum(kind.startswith(EQUAL) for kind in found.values()) > 100
         assert found["GPT, tied", "tp"] == found["GPT, tied", "cp"] == EQUAL
+        of_experts = [found["GPT of experts", how] for how in ("ep", "tp", "zero1")]
+        assert of_experts == 3 * [EQUAL]
+        assert found["GPT of experts", "cp"].startswith(REFUSED)
         assert found["buffer that counts", "pp"].startswith(REFUSED)
         assert [WORDS["first"], WORDS["own"]] == [
             found["moving mean", strategy].removeprefix(f"{EQUAL}: ")

@@ -198,6 +198,11 @@ def context_parallel(
             f"the model is a {type(model).__name__}; context_parallel takes a GPT of "
             "this course, as its embedding, attention and loss must know the positions"
         )
+    if any(getattr(layer, "whole_sequences", False) for layer in model.modules()):
+        raise ValueError(
+            "a layer of the model needs whole sequences: experts with a capacity, or a "
+            "balance loss; build the model with capacity None and balance 0"
+        )
     if attention == "ulysses":
         assignment = "contiguous"
     division, check = Division(group, attention, assignment), SameSequence(group)

@@ -123,6 +123,11 @@ class Mixture(nn.Module):
             y = AddAuxiliaryLoss.apply(y, c.balance * losses.mean(), self.scale)
         return y
 
+    @property
+    def whole_sequences(self) -> bool:
+        """Whether a part of a sequence would be treated differently."""
+        return self.config.capacity is not None or self.config.balance > 0
+
     def mix(
         self, rows: Tensor, chosen: Tensor, weights: Tensor, kept: Tensor | None
     ) -> Tensor:
