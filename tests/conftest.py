@@ -23,12 +23,13 @@ OUTCOMES = Path(__file__).with_name("endurance.json")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run all tests in a process per core and two more, 4 at most, chosen ones in one.
+    """Run all tests in a process per core and one more, 4 at most, chosen ones in one.
 
-    Most tests wait most of the time: for ranks to start, and for each other.
+    A test computes on one core on average: its ranks share two, or wait for each other.
+    Every process more imports all tests again, and starts a fork server.
     """
     everything = config.args_source == config.ArgsSource.TESTPATHS
-    return min(4, 2 + (os.cpu_count() or 1)) if everything else 0
+    return min(4, 1 + (os.cpu_count() or 1)) if everything else 0
 
 
 def pytest_configure() -> None:
