@@ -92,7 +92,7 @@ def variables(env: Mapping[str, str] | None) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             _refuse(entry, value, "names and values must be strings")
         if name.startswith(RESERVED):
-            _refuse(entry, value, f"the launcher itself sets {name}")
+            _refuse(entry, value, f"the launcher itself sets {name}; leave it out")
         if not name or "=" in name or "\0" in name + value:
             _refuse(entry, value, "an environment cannot hold this name or value")
     return dict(env or {})

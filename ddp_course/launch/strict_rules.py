@@ -52,7 +52,8 @@ WHY = {  # a fact that differs between two calls -> the effect over NCCL
     "other forever. Swap with batch_isend_irecv, or in opposite orders",
     "messages": "in a batch, each send to a rank must meet its receive in that rank's "
     "batch, in the same order. NCCL would hang, or mix up the messages",
-    "dtype": "NCCL does not compare types. It would give wrong numbers, or hang",
+    "dtype": "NCCL does not compare types. It would give wrong numbers, or hang; "
+    "pass the same type on all ranks",
     "count": "NCCL does not compare counts. It would give wrong numbers, or hang",
     "op": "NCCL does not compare operations. It would give wrong numbers",
     "root": "NCCL does not compare roots. It would hang, or give wrong numbers",

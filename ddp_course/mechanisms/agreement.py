@@ -176,7 +176,7 @@ def why_not_replicable(module: Any) -> str | None:
         if problem := stepped_in_backward(name, p):
             return problem
     if not any(p.requires_grad for p in module.parameters()):
-        return "the module has no parameter that requires a gradient: nothing to do"
+        return "the module has no parameter that requires a gradient; use it unwrapped"
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             return f"{name} has sparse gradients; only dense ones can be bucketed"
