@@ -1,7 +1,8 @@
 """A toy of CUDA's caching allocator: best fit, split and merge. Chapter 06.
 
 It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch for one stream and default
-settings. Its numbers are those of PyTorch 2.13 (`c10/core/AllocatorConfig.h`):
+settings, as read at commit 001074d2 of 2025. Its numbers are those of PyTorch 2.13
+(`c10/core/AllocatorConfig.h`):
 
     rounding   a block has a multiple of 512 bytes (`round_size`)
     pools      requests of up to 1 MiB, and larger ones, have separate segments
@@ -20,7 +21,8 @@ settings. Its numbers are those of PyTorch 2.13 (`c10/core/AllocatorConfig.h`):
 
 `ExpandableAllocator` follows `expandable_segments:True` (the same file's note
 "Expandable Segments"): one segment for each pool, which grows at its end by pages of 2
-and 20 MiB. Unlike PyTorch's it never returns free pages.
+and 20 MiB. Its last block, which can grow, is taken only if no other block fits. Unlike
+PyTorch's it never returns free pages.
 
 Of two blocks of one size this toy takes the older one, and PyTorch that with the lower
 address. Not modelled: other streams, `max_split_size_mb`, CUDA graphs, time.
@@ -95,7 +97,11 @@ class CachingAllocator:
                     return
 
     def _best_fit(self, size: int) -> tuple[Segment, Block] | None:
-        fitting = [
+        fitting = self._fitting(size)
+        return min(fitting, key=lambda pair: pair[1].nbytes, default=None)
+
+    def _fitting(self, size: int) -> list[tuple[Segment, Block]]:
+        return [
             (segment, block)
             for segment in self.segments
             for block in segment.blocks
@@ -103,7 +109,6 @@ class CachingAllocator:
             and block.storage is None
             and block.nbytes >= size
         ]
-        return min(fitting, key=lambda pair: pair[1].nbytes, default=None)
 
     def _splits(self, segment: Segment, rest: int) -> bool:
         return rest >= ROUND if segment.small else rest > SMALL
@@ -158,6 +163,13 @@ class CachingAllocator:
 
 class ExpandableAllocator(CachingAllocator):
     """A CachingAllocator with one segment for each pool, which grows at its end."""
+
+    def _best_fit(self, size: int) -> tuple[Segment, Block] | None:
+        def growth_last(pair: tuple[Segment, Block]) -> tuple[bool, int]:
+            segment, block = pair
+            return block is segment.blocks[-1], block.nbytes
+
+        return min(self._fitting(size), key=growth_last, default=None)
 
     def _splits(self, segment: Segment, rest: int) -> bool:
         return rest >= ROUND

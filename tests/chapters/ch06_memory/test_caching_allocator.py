@@ -341,6 +341,15 @@ def test_expandable_segments_grow_by_pages_and_serve_what_holes_cannot():
                capacity=50 * MIB)  # fmt: skip
 
 
+def test_the_end_of_an_expandable_segment_is_kept_for_growth():
+    """`get_free_block`: a block that can grow counts as large as it can become."""
+    filled = [(1, 6 * MIB), (2, 10 * MIB), (1, 0)]  # a hole of 6, and the last 4 MiB
+    grown = served(ExpandableAllocator, *filled, (3, 3 * MIB))
+    assert [used for _, used in sizes(grown)[0]] == [True, False, True, False]
+    fixed = served(CachingAllocator, *filled, (3, 3 * MIB))  # best fit alone: the end
+    assert [used for _, used in sizes(fixed)[0]] == [False, True, True]
+
+
 # ---- the map -------------------------------------------------------------------------
 
 LOG = [(1, MIB), (2, 3 * MIB), (3, 700), (4, 30 * MIB), (2, 0), (5, 12 * MIB), (6, 600)]
