@@ -206,7 +206,7 @@ def options(cls: type, **extra: Any) -> Make:
 class NotTheSameAtFirst(Stage1):
     """No broadcast at the start."""
 
-    def broadcast(self, tensor):
+    def broadcast(self, tensor, group):
         pass
 
 
