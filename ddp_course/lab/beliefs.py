@@ -149,4 +149,14 @@ BELIEFS: dict[str, dict[Guess, str]] = {
     "Forward, bytes that a ring sends over a gather's": {
         (0.25, 0.5): "Each rank's keys still reach every other rank, once.",
     },
+    # 17: measured, nearly the most possible; k / R
+    "Choices of the busiest of 8 experts, k = 2": {
+        12.5: "Nothing keeps the router fair, and who is chosen learns more.",
+        100: "A token's two experts are different ones: one has half of the choices.",
+    },
+    "Sent by an all-to-all, over what a gather sends": {
+        0.25: "Each token goes to two experts, not to one.",
+        1: "A gather sends each token to all four ranks; it needs two experts.",
+        (0.33, 0.34): "That is one expert for each token; it has two.",
+    },
 }

@@ -157,5 +157,11 @@ SURVIVORS = {
     ("repaired", "total.item() -> total"): "a tensor of one number",
     ("repaired", "n * epoch + rank -> n * epoch - rank"): "no two seeds are equal, too",
     ("repaired", "0 -> 1 (line 32)"): "any one rank may write",
+    ("my_kept", "chosen[:, choice].tolist() -> "): "a tensor of one number is an index",
+    ("my_auxiliary_loss", "return num_experts * "): "the scores are float32",
+    ("my_auxiliary_loss", "scores.softmax(-1).sum(0) -> "): "all is summed in the end",
+    ("my_auxiliary_loss", "-1 -> 1"): "the last of two dimensions",
+    ("my_two_averages", "for gradients, group in "): ORDER,
+    ("my_two_averages", "for gradient in gradients"): ORDER,
 }
 REVERSED = "[::-1]"  # where the order does not matter, only this change survives

@@ -25,7 +25,7 @@ HERE = [
     *("my_memory", "my_outer_step", "place_weights", "who_waits", "my_bucket_plan"),
     *("my_schedule", "ranks_needed", "my_gpipe", "my_cut", "my_ledger", "my_slice"),
     *("largest_batch", "step_in_backward", "my_merge", "my_zigzag", "my_ring"),
-    "my_gradient_check",
+    *("my_gradient_check", "my_kept"),
 ]
 ON_RANKS = [
     *("swap", "my_transpose", "sharded_step", "clip_shards", "agreed_step"),
@@ -34,6 +34,7 @@ ON_RANKS = [
     *("replicas_agree", "ring_reduce_scatter", "hierarchical_sum", "accumulate"),
     *("average_gradients_flat", "make_replicas", "my_stage_step", "ring_transfers"),
     *("sharded_linear", "vocab_loss", "my_broadcast", "mini_ddp", "repaired"),
+    *("my_dispatch", "my_auxiliary_loss", "my_two_averages"),
 ]
 
 

@@ -1,0 +1,231 @@
+"""The exercises of chapter 17: a capacity, a dispatch, a loss, and an average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_course.chapters.ch17_experts import solutions
+from ddp_course.lab.answers import Answer
+from ddp_course.lab.exercises import exercise, shown
+from ddp_course.lab.judge import Case, Draw, same_as, same_on_ranks
+
+# ---- my_kept -------------------------------------------------------------------------
+
+
+@exercise("my_kept", solution=solutions.my_kept)
+def check_my_kept(answer: Answer) -> str:
+    """`my_kept(chosen, num_experts, limit)`: which choices fit into the capacity?
+
+    In which order do choices stand in the queue of an expert?
+
+    Keep a number for each expert. Walk through column 0 from the first token to the
+    last, then through column 1: a choice fits while its expert's number is below the
+    limit, and each choice adds 1 to it.
+    """
+    same_as(answer, solutions.my_kept, _choices, cases=80, hints={"right": _about_kept})
+    return "80 batches, with limits from 0 up, k up to 3, and experts that nobody chose"
+
+
+def _choices(d: Draw) -> tuple[Tensor, int, int]:
+    num_experts = d.same.choice([4, 5, 8])
+    k, tokens = d.same.randint(1, 3), d.same.choice([1, 2, 5, 9, 0])
+    hot = [d.same.sample(range(num_experts - d.case % 2), k) for _ in range(tokens)]
+    chosen = torch.tensor(hot, dtype=torch.int64).view(tokens, k)
+    return chosen, num_experts, d.same.randint(0, 4)
+
+
+def _about_kept(case: Case) -> str:
+    chosen, num_experts, limit = case.args.values()
+    kept = torch.bincount(chosen[case.got], minlength=num_experts).tolist()
+    if max(kept) > limit:
+        return f"keeps {max(kept)} tokens of an expert; the limit is {limit}."
+    if case.got.sum() < case.wanted.sum():
+        return (
+            f"keeps {shown(case.got)}; {int(case.wanted.sum())} choices have a place."
+        )
+    return (
+        f"keeps {shown(case.got)}; expected {shown(case.wanted)}. All first choices "
+        "come before all second ones, and earlier tokens before later ones."
+    )
+
+
+# ---- my_dispatch ---------------------------------------------------------------------
+
+
+@exercise("my_dispatch", solution=solutions.my_dispatch)
+def check_my_dispatch(answer: Answer) -> str:
+    """`my_dispatch(rows, expert, num_experts)`: the rows of this rank's experts.
+
+    What must a rank know before it can receive rows, and who knows it?
+
+    Count your rows for each expert, and exchange these counts by an all-to-all of
+    whole numbers. Sort your rows by expert: then those for a rank lie together, and an
+    all-to-all with unequal splits exchanges them. They arrive by rank, then by expert:
+    sort them by expert, stably.
+    """
+    hint = "Every rank calls the same collectives, also one that has no rows."
+    same_on_ranks(
+        *(answer, solutions.my_dispatch, _rows),
+        worlds=(2, 3, 1),
+        watch=["bytes"],
+        hints={"fits": _about_rows, "right": _about_rows, "bytes": _SENT},
+        hint=hint,
+    )
+    return "24 batches on one to three real ranks, unequal ones; no row travels in vain"
+
+
+_SENT = "wrote {written:,} bytes; {needed:,} are enough: a row goes to one rank only."
+
+
+def _rows(d: Draw) -> tuple[Tensor, Tensor, int]:
+    num_experts, channels = d.n * d.same.randint(1, 3), d.same.choice([8, 33])
+    size = 0 if d.rank == d.zeros_on else d.own.randint(300, 600)
+    dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
+    random = torch.Generator().manual_seed(10 * d.case + d.rank)
+    rows = torch.randn(size, channels, generator=random).to(dtype)
+    popular = torch.rand(num_experts, generator=random) ** (d.case % 3 * 2) + 1e-6
+    popular[0] *= d.case % 2  # an expert that nobody chooses
+    if num_experts == 1 or not size:
+        return rows, torch.zeros(size, dtype=torch.int64), num_experts
+    expert = popular.multinomial(size, replacement=True, generator=random)
+    return rows, expert, num_experts
+
+
+def _about_rows(case: Case) -> str:
+    is_pair = isinstance(case.got, (tuple, list)) and len(case.got) == 2
+    if not is_pair or not isinstance(case.got[0], Tensor):
+        return f"returned {shown(case.got)}; expected the rows and a list of counts."
+    (got, counts), (wanted, numbers) = case.got, case.wanted
+    if shown(counts) != shown(numbers):
+        return f"returned the counts {shown(counts)}; expected {shown(numbers)}."
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return f"returned {shown(got)}; expected {shown(wanted)}."
+    same = torch.equal(got.double().sum(1).sort()[0], wanted.double().sum(1).sort()[0])
+    why = "the right rows in another order" if same else "other rows"
+    return f"returned {why}: by expert, then by rank, then in the rank's own order."
+
+
+# ---- my_auxiliary_loss ---------------------------------------------------------------
+
+
+@exercise("my_auxiliary_loss", solution=solutions.my_auxiliary_loss)
+def check_my_auxiliary_loss(answer: Answer) -> str:
+    """`my_auxiliary_loss(scores, chosen)`: this rank's part of the loss of all tokens.
+
+    Which factor of the sum belongs to all ranks, and has no gradient?
+
+    All-reduce the counts of choices, whole numbers: they give the share of each expert
+    and, with k, how many tokens all ranks have. The mean probability over all tokens is
+    a sum of parts, and yours is the sum over your tokens divided by that number.
+    """
+    same_on_ranks(
+        _called_by(_with_gradient, answer),
+        partial(_with_gradient, solutions.my_auxiliary_loss),
+        _scores,
+        watch=["collectives"],
+        most_calls=3,
+        hints={"fits": _about_loss, "right": _about_loss},
+        hint="Every rank all-reduces the same numbers, also one without tokens.",
+    )
+    return "24 batches on 1 to 3 real ranks, unequal ones: the loss and its gradient"
+
+
+def _called_by(use: Callable, answer: Answer) -> Answer:
+    return Answer(answer.name, partial(use, answer.function))
+
+
+def _with_gradient(function: Callable, scores: Tensor, chosen: Tensor) -> Any:
+    """Return a loss and the gradient of the scores."""
+    scores = scores.clone().requires_grad_()
+    loss = function(scores, chosen)
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        return loss, None
+    loss.backward()
+    return loss.detach(), scores.grad
+
+
+def _scores(d: Draw) -> tuple[Tensor, Tensor]:
+    num_experts, k = d.same.choice([4, 7]), d.same.randint(1, 3)
+    size = 0 if d.rank == d.zeros_on and d.n > 1 else d.own.randint(2, 40)
+    random = torch.Generator().manual_seed(10 * d.case + d.rank)
+    scores = torch.randn(size, num_experts, generator=random)
+    scores += d.rank * torch.arange(num_experts)  # ranks prefer different experts
+    return scores, scores.topk(k).indices
+
+
+def _about_loss(case: Case) -> str:
+    (loss, gradient), (right, slope) = case.got, case.wanted
+    if gradient is None:
+        return f"returned {shown(loss)}; expected a loss through which backward can go."
+    if loss.shape != right.shape or not torch.allclose(loss, right):
+        return (
+            f"returned the loss {shown(loss)}; expected {shown(right)}. Shares and the "
+            "number of tokens are those of all ranks, probabilities your own."
+        )
+    return f"has another gradient: {shown(gradient)}; expected {shown(slope)}."
+
+
+# ---- my_two_averages -----------------------------------------------------------------
+
+
+@exercise("my_two_averages", solution=solutions.my_two_averages)
+def check_my_two_averages(answer: Answer) -> str:
+    """`my_two_averages(dense, experts, replicas)`: average all gradients in place.
+
+    Of how many ranks' tokens has an expert's gradient seen something already?
+
+    All ranks have the dense parameters: all-reduce those gradients over all. An expert
+    is on the ranks of `replicas` alone: all-reduce these among them. But the loss is a
+    mean over all ranks, so both kinds are divided by the same number.
+    """
+    same_on_ranks(
+        _called_by(_in_group, answer),
+        partial(_in_group, solutions.my_two_averages),
+        _gradients,
+        worlds=(4, 3, 2),
+        watch=["collectives"],
+        hints={"in_place": _about_average},
+        hint="Ranks of one group call the same collectives in the same order.",
+    )
+    return "24 lists on 2 to 4 real ranks, of which 1, 2 or all have the same experts"
+
+
+_GROUPS: dict[
+    int, dist.ProcessGroup
+] = {}  # how many ranks share the experts -> replicas
+
+
+def _in_group(
+    function: Callable, dense: list[Tensor], experts: list[Tensor], ep: int
+) -> None:
+    return function(dense, experts, _GROUPS[ep])
+
+
+def _gradients(d: Draw) -> tuple[list[Tensor], list[Tensor], int]:
+    for ep in [size for size in range(1, d.n + 1) if d.n % size == 0]:
+        groups = [list(range(first, d.n, ep)) for first in range(ep)]
+        if ep not in _GROUPS:
+            _GROUPS[ep] = dist.new_subgroups_by_enumeration(groups)[0]
+    lists = [
+        [d.tensor(dtype=torch.float64) for _ in range(d.same.randint(1, 3))]
+        for _ in range(2)
+    ]
+    return *lists, d.same.choice(sorted(_GROUPS))
+
+
+def _about_average(case: Case) -> str:
+    for name in ("dense", "experts"):
+        for got, wanted in zip(case.after[name], case.right[name], strict=True):
+            if torch.allclose(got, wanted):
+                continue
+            ratio = (got / wanted).flatten()
+            same = torch.allclose(ratio, ratio[:1].expand_as(ratio), equal_nan=True)
+            times = f" {ratio[0]:.2f} times" if same else " not"
+            return f"left gradients in `{name}` that are{times} what they should be."
+    return "changed something else."
