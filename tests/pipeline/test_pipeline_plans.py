@@ -115,7 +115,8 @@ def test_a_hook_on_a_weight_sees_its_gradient_in_two_halves_too():
 def rows_and(loss):
     random = torch.Generator().manual_seed(3)
     output, targets = torch.randn(4, 3, generator=random), torch.tensor([0, 1, 2, 2])
-    return lambda: MeanLoss(loss)(output, targets)
+    tested = MeanLoss(loss)
+    return lambda: [tested(output[k], targets[k]) for k in ([0, 1], [2, 3])][0]
 
 
 def square(output, target):
@@ -131,7 +132,34 @@ test_a_loss_that_is_no_mean_over_rows_is_refused = refused(
 )
 
 
+def row_by_row(loss, targets):
+    random = torch.Generator().manual_seed(3)
+    output, tested = torch.randn(len(targets), 3, generator=random), MeanLoss(loss)
+    for k in range(len(targets)):
+        tested(output[k : k + 1], torch.tensor(targets[k : k + 1]))
+
+
+test_rows_one_by_one_are_compared_with_those_before = refused(
+    (
+        lambda: row_by_row(
+            lambda o, t: F.cross_entropy(o, t, ignore_index=0), [1, 2, 0, 1]
+        ),
+        "must be a mean",
+    ),
+    (
+        lambda: row_by_row(nn.CrossEntropyLoss(torch.tensor([1.0, 5, 9])), [1, 2]),
+        "must be a mean",
+    ),
+    (
+        lambda: row_by_row(lambda o, t: (10 + square(o, t).mean()).sqrt(), [1, 2]),
+        "must be a mean",
+    ),
+)
+
+
 def test_a_loss_that_is_a_mean_over_rows_is_not():
+    row_by_row(F.cross_entropy, [1, 2, 0, 1])
+    row_by_row(F.cross_entropy, [1, -100, 0, 1])  # `SameBatch` counts these
     for loss in (F.cross_entropy, lambda o, t: square(o, t).mean()):
         assert rows_and(loss)().dim() == 0
     assert MeanLoss(partial(F.cross_entropy, ignore_index=3)).ignored == 3
