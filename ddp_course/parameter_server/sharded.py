@@ -18,6 +18,7 @@ Chapter 13.
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives.endpoint import Endpoint
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.parameter_server.central import PULL, Server, Worker
 from ddp_course.parameter_server.record import Record
@@ -53,7 +55,8 @@ class ShardedServer:
         more: arguments of `Server`: patience, remedy, after_step.
         **defaults: arguments of `optimizer_class`.
 
-    Raises NotElementwiseError. `pull` and `push` raise ServerGoneError.
+    Raises NotElementwiseError, and ReplicaError, on all ranks, if the parameters'
+    shapes differ. `pull` and `push` raise ServerGoneError.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class ShardedServer:
     ) -> None:
         endpoint = Endpoint(group)
         self.rank, size = endpoint.rank, endpoint.size
-        self.row = ParameterRow(params, multiple_of=size)
+        self.row = agreed(partial(ParameterRow, params, multiple_of=size), group)
+        shapes = [tuple(view.shape) for view in self.row.views]
+        agreed(lambda: None, group, parameters=f"{shapes} of {self.row.weights.dtype}")
         device = self.row.weights.device
         check_elementwise(optimizer_class, {}, defaults, device)
         new = {"ranks": endpoint.ranks, "use_local_synchronization": True}

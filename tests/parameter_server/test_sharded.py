@@ -14,6 +14,7 @@ from torch import nn
 from ddp_course import collectives
 from ddp_course.launch import Link, Links, RankError, spawn
 from ddp_course.measure import ByteMeter
+from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.elementwise import NotElementwiseError
 from ddp_course.parameter_server import (
     ASYNCHRONOUS,
@@ -128,6 +129,15 @@ def test_an_optimizer_of_whole_tensors_is_refused():
             ShardedServer([weight], WholeNorm, lr=0.1)
 
     spawn(refused, world_size=1)
+
+
+def test_other_parameters_on_a_rank_are_refused_on_all():
+    def refused():
+        shape = (4 + dist.get_rank(),)
+        with pytest.raises(ReplicaError, match=r"\[\(4,\)\].* on rank 0, \[\(5,\)\]"):
+            ShardedServer([nn.Parameter(torch.ones(shape))], torch.optim.SGD, lr=0.1)
+
+    spawn(refused, world_size=2, timeout=20)
 
 
 def test_a_last_step_that_fails_in_a_shard_is_told():
