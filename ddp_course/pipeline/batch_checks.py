@@ -182,15 +182,13 @@ class MeanLoss:
             self._compare(loss, len(output), self.loss_fn(other, y), len(other), whole)
         self.before = (output, targets) if counted and self.tests else None
 
-    def _compare(
-        self, first: Tensor, k: int, second: Tensor, n: int, whole: Tensor
-    ) -> None:
-        """Raise ValueError unless `whole` is the mean over the rows of both."""
-        mean = (k * first + n * second) / (k + n)
+    def _compare(self, a: Tensor, k: int, b: Tensor, n: int, whole: Tensor) -> None:
+        """Raise ValueError unless `whole` is the mean of k losses `a` and n of `b`."""
+        mean = (k * a + n * b) / (k + n)
         tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 1e-2
         if not torch.allclose(whole, mean, tolerance, equal_nan=True):
             raise ValueError(
-                f"loss_fn returned {first} for {k} rows, {second} for {n} others, and "
+                f"loss_fn returned {a} for {k} rows, {b} for {n} others, and "
                 f"{whole} for all of them; it must be a mean over the rows, so that "
                 "the microbatches' losses add up to the batch's"
             )
