@@ -22,7 +22,7 @@ SURVIVORS = {
     ("master_step", "for parameter, master in "): ORDER,
     ("next_scale", "clean + 1 == interval -> clean + 1 >= interval"): "a count is "
     "never above the interval",
-    ("my_outer_step", "for here, there, velocity in "): ORDER,
+    ("my_outer_step", "for own, others, velocity in "): ORDER,
     ("swap", "dist.get_rank() < peer -> dist.get_rank() <= peer"): "no rank is its own "
     "peer",
     ("swap", "dist.get_rank() < peer -> dist.get_rank() > peer"): "exactly one of two "
