@@ -21,8 +21,8 @@ from ddp_course.commands.bench_figure import plot_bench
 from ddp_course.launch import LaunchError, here, spawn
 
 KEYS = ["bench", "case", "variant", "beside", "metric", "ours", "theirs", "ratio"]
-NAMES = ["all-reduce", "async", "attention", "compression", "ddp", "experts", "launch"]
-NAMES += ["order", "pp", "precision", "tp", "zero"]
+NAMES = ["all-reduce", "async", "attention", "compression", "ddp", "experts"]
+NAMES += ["launch", "order", "pp", "precision", "predict", "tp", "zero"]
 
 
 # ---- the loop ------------------------------------------------------------------------

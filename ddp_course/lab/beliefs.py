@@ -159,4 +159,13 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "A gather sends each token to all four ranks; it needs two experts.",
         (0.33, 0.34): "That is one expert for each token; it has two.",
     },
+    # 18: 1 + 2 x 4 x 144 x 1,024 / 1,009,152
+    "FLOPs of a token at 1,024 characters, over 6 N": {
+        1: "That is all matrices; but each position is compared with 1,024 others.",
+        (1.05, 1.1): "So it is with 64 characters; attention grows with their number.",
+    },
+    "Of its GPUs' FLOP/s Llama 3 405B used, in percent": {
+        (90, 100): "No product reaches that, and a step is not only products.",
+        (75, 85): "So fast are large products alone; a step also waits and sends.",
+    },
 }

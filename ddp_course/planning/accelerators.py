@@ -80,6 +80,8 @@ class Cluster:
         reached: the share of a link's bytes/s that collectives reach. Eight H200 reach
             368 GB/s of 450 without the switch's own adding; all-to-alls across nodes
             44 of 50.
+        rails: whether a ring over several nodes uses the network cards of all its
+            ranks, as NCCL's do; an emulated ring has one card at each crossing.
     """
 
     gpu: Accelerator
@@ -88,6 +90,7 @@ class Cluster:
     network: float = 50 * GB
     latency: float = 5e-6
     reached: float = 0.82
+    rails: bool = True
 
     def bandwidth(self, ranks: int, stride: int = 1) -> float:
         """Return the bytes/s that each of a group's ranks sends in a ring.
@@ -102,7 +105,7 @@ class Cluster:
         """
         if self.inside(ranks, stride):
             return self.reached * self.gpu.link
-        beside = max(1, min(ranks, self.node // stride))
+        beside = max(1, min(ranks, self.node // stride)) if self.rails else 1
         return self.reached * min(self.gpu.link, beside * self.network)
 
     def inside(self, ranks: int, stride: int = 1) -> bool:

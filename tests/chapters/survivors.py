@@ -22,7 +22,7 @@ SURVIVORS = {
     ("master_step", "for parameter, master in "): ORDER,
     ("next_scale", "clean + 1 == interval -> clean + 1 >= interval"): "a count is "
     "never above the interval",
-    ("my_outer_step", "for own, others, velocity in "): ORDER,
+    ("my_outer_step", "for here, there, velocity in "): ORDER,
     ("swap", "dist.get_rank() < peer -> dist.get_rank() <= peer"): "no rank is its own "
     "peer",
     ("swap", "dist.get_rank() < peer -> dist.get_rank() > peer"): "exactly one of two "
@@ -163,5 +163,10 @@ SURVIVORS = {
     ("my_auxiliary_loss", "-1 -> 1"): "the last of two dimensions",
     ("my_two_averages", "for gradients, group in "): ORDER,
     ("my_two_averages", "for gradient in gradients"): ORDER,
+    ("my_exposed", "for start, end, kind in events: "): "they are sorted afterwards",
+    ("my_exposed", "running[kind] += change -> "): "minus one is as much as one: any",
+    ("my_straggler", "for times in starts: "): "a sum in any order",
+    ("my_straggler", "0 -> -1 (line 2)"): "every collective has as many ranks",
+    ("my_step_time", "max(bucket, "): COMMUTES,
 }
 REVERSED = "[::-1]"  # where the order does not matter, only this change survives

@@ -26,6 +26,7 @@ HERE = [
     *("my_schedule", "ranks_needed", "my_gpipe", "my_cut", "my_ledger", "my_slice"),
     *("largest_batch", "step_in_backward", "my_merge", "my_zigzag", "my_ring"),
     *("my_gradient_check", "my_kept"),
+    *("my_flops", "my_exposed", "my_straggler", "my_step_time"),
 ]
 ON_RANKS = [
     *("swap", "my_transpose", "sharded_step", "clip_shards", "agreed_step"),

@@ -1,0 +1,145 @@
+"""Counted FLOPs, this machine's speeds, and what the parts of the GPT reach of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ddp_course.mechanisms.recompute import recompute_blocks
+from ddp_course.model import GPTConfig, build_gpt
+
+FLOAT32 = 4  # bytes
+
+
+def counted_flops(
+    config: GPTConfig, *, fused: bool = False, recomputed: bool = False
+) -> float:
+    """Return the FLOPs of a token, forward and backward, as PyTorch counts them.
+
+    `fused` leaves attention to the CPU's fused kernel, which PyTorch does not count.
+    """
+    model = build_gpt(config)
+    if recomputed:
+        recompute_blocks(model)
+    x = torch.zeros(2, config.block_size, dtype=torch.int64)
+    kernel = nullcontext() if fused else sdpa_kernel(SDPBackend.MATH)
+    with FlopCounterMode(display=False) as counter, kernel:
+        model(x, x.clone())[1].backward()
+    return counter.get_total_flops() / x.numel()
+
+
+def seconds_of(function: Callable[[], object], times: int = 5) -> float:
+    """Return the least of some processor times of a call, in seconds, after one more.
+
+    One thread: what other processes do on the same core does not count.
+    """
+    function()
+    found = []
+    for _ in range(times):
+        start = time.thread_time()
+        function()
+        found.append(time.thread_time() - start)
+    return min(found)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The speeds of one core: FLOP/s of a large product, and bytes/s of its memory."""
+
+    flops: float
+    bandwidth: float
+
+    @classmethod
+    def measured(cls) -> Machine:
+        """Multiply two matrices of 1,024 x 1,024, and copy 128 MB."""
+        a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+        large = torch.randn(2**24)
+        copy = torch.empty_like(large)
+        product = seconds_of(lambda: a @ b)
+        moved = seconds_of(lambda: copy.copy_(large))
+        return cls(2 * 1024**3 / product, 2 * large.nbytes / moved)
+
+    @property
+    def ridge(self) -> float:
+        """The FLOPs per byte from which on products are the limit."""
+        return self.flops / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a training step.
+
+    Attributes:
+        name: of the part.
+        flops: FLOPs of one call.
+        nbytes: bytes that it must read and write at least.
+        seconds: of one call, measured.
+    """
+
+    name: str
+    flops: float
+    nbytes: float
+    seconds: float
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte."""
+        return self.flops / self.nbytes
+
+    def share(self, machine: Machine) -> float:
+        """Return the speed over the roof: the lower one of both limits."""
+        roof = min(machine.flops, self.intensity * machine.bandwidth)
+        return self.flops / self.seconds / roof
+
+
+def parts(rows: int = 4096, channels: int = 1024) -> list[Part]:
+    """Measure parts of a transformer's layer on one core, of `rows` tokens.
+
+    The numbers of each part are more than a cache holds. Attention is that of 1,024
+    tokens in each sequence.
+    """
+    n, c = rows, channels
+    x, wide = torch.randn(n, c), torch.randn(n, 4 * c)
+    up, one = torch.randn(c, 4 * c), torch.randn(1, c)
+    norm = nn.LayerNorm(c)
+    weight = nn.Parameter(torch.randn(4 * c * c))
+    weight.grad = torch.randn(4 * c * c)
+    adam = torch.optim.AdamW([weight], foreach=False, fused=True)
+    heads = torch.randn(n // 1024, c // 64, 1024, 64)
+    attend = nn.functional.scaled_dot_product_attention
+    with torch.no_grad():
+        timed = {
+            "MLP": (lambda: x @ up, 8 * n * c * c, 5 * n * c + 4 * c * c),
+            "MLP, one token": (lambda: one @ up, 8 * c * c, 5 * c + 4 * c * c),
+            "attention": (lambda: attend(heads, heads, heads), 4 * n * 1024 * c,
+                          4 * n * c),
+            "norm": (lambda: norm(x), 8 * n * c, 2 * n * c),
+            "GELU": (lambda: nn.functional.gelu(wide), 40 * n * c, 8 * n * c),
+            "residual": (lambda: x + x, n * c, 2 * n * c),
+            "AdamW": (adam.step, 12 * weight.numel(), 7 * weight.numel()),
+        }  # fmt: skip
+        return [
+            Part(name, flops, FLOAT32 * numbers, seconds_of(call))
+            for name, (call, flops, numbers) in timed.items()
+        ]
+
+
+def training_speed(config: GPTConfig, rows: int = 8) -> float:
+    """Return the tokens per second of processor time of one core's training."""
+    model = build_gpt(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.zeros(rows, config.block_size, dtype=torch.int64)
+
+    def step() -> None:
+        model(x, x.clone())[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return x.numel() / seconds_of(step)

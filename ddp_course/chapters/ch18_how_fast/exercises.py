@@ -1,0 +1,230 @@
+"""The exercises of chapter 18: FLOPs, two readings of a trace, and a step's time."""
+
+from __future__ import annotations
+
+from ddp_course.chapters.ch18_how_fast import solutions
+from ddp_course.lab.answers import Answer
+from ddp_course.lab.exercises import exercise, shown
+from ddp_course.lab.judge import Case, Draw, same_as
+
+# ---- my_flops ------------------------------------------------------------------------
+
+
+@exercise("my_flops", solution=solutions.my_flops)
+def check_my_flops(answer: Answer) -> str:
+    """`my_flops(layers, hidden, vocab, sequence, recompute)`: FLOPs of one token.
+
+    How many numbers of a layer is a token multiplied with, and what is compared with
+    what in attention? Which of them does backward compute, and how often?
+
+    A layer's matrices have 12 h² numbers, 2 FLOPs each; attention's two products cost 4
+    h T; the head 2 h V. Backward costs twice as much as forward. Recomputation is one
+    more forward of the layers; the head keeps what it needs.
+    """
+    hints = {"fits": _about_flops, "right": _about_flops}
+    same_as(answer, solutions.my_flops, _model, cases=40, hints=hints)
+    return "40 models, of 1 to 126 layers"
+
+
+def _model(d: Draw) -> tuple[int, int, int, int, bool]:
+    r = d.same
+    shape = r.randint(1, 126), 64 * r.randint(1, 99), r.randint(50, 99_999)
+    return *shape, r.choice([64, 2048, 131_072]), d.case % 2 == 1
+
+
+def _about_flops(case: Case) -> str:
+    got, wanted, args = case.got, case.wanted, case.args
+    asked = ", ".join(f"{name} {value}" for name, value in args.items())
+    found = f"for {asked}: returned {shown(got)}; expected {wanted:,}"
+    if not isinstance(got, (int, float)):
+        return f"{found}."
+    layers, hidden, vocab = args["layers"], args["hidden"], args["vocab"]
+    head, attention = 2 * hidden * vocab, 4 * layers * hidden * args["sequence"]
+    once = layers * 24 * hidden**2 + attention + head
+    named = {
+        once: "that is forward alone",
+        wanted / 2: "a multiplication and an addition are two FLOPs",
+        wanted - (3 + args["recompute"]) * attention: "attention compares, too",
+        wanted - 3 * head: "the head multiplies, too",
+    }
+    if args["recompute"]:
+        named |= {
+            3 * once: "that is without recomputation",
+            4 * once: "the head is not computed again",
+        }
+    return f"{found}: {named[got]}." if got in named else f"{found}."
+
+
+# ---- my_exposed ----------------------------------------------------------------------
+
+
+@exercise("my_exposed", solution=solutions.my_exposed)
+def check_my_exposed(answer: Answer) -> str:
+    """`my_exposed(events)`: seconds of communication in which nothing computes.
+
+    Several events may run at once. Does a second count once or twice then?
+
+    Between two neighbouring starts or ends nothing changes. Such a piece of time counts
+    if some communication runs in it, and no computing.
+    """
+    hints = {"fits": _about_exposed, "right": _about_exposed}
+    same_as(answer, solutions.my_exposed, _events, cases=60, hints=hints)
+    return "60 traces, with events that overlap, touch, and lie in each other"
+
+
+EASY = (
+    [(0.0, 4.0, "compute"), (3.0, 6.0, "communication")],
+    [(0.0, 2.0, "communication"), (1.0, 4.0, "communication"), (5.0, 6.0, "compute")],
+    [(1.0, 9.0, "communication"), (2.0, 3.0, "compute"), (5.0, 7.0, "compute")],
+    [(0.0, 1.0, "compute"), (2.0, 3.0, "compute")],
+)
+
+
+def _events(d: Draw) -> tuple[list[tuple[float, float, str]]]:
+    if d.case < len(EASY):
+        return ([*EASY[d.case]],)
+    found = []
+    for _ in range(d.same.randint(0, 12)):
+        start = d.same.randint(0, 40) / 4
+        end = start + d.same.randint(1, 20) / 4
+        found.append((start, end, d.same.choice(["compute", "communication"])))
+    return (found,)
+
+
+def _about_exposed(case: Case) -> str:
+    events = case.args["events"]
+    found = f"for {shown(events)}: returned {shown(case.got)}; expected {case.wanted}"
+    if not isinstance(case.got, (int, float)):
+        return f"{found}."
+    alone = [(a, b) for a, b, kind in events if kind == "communication"]
+    sending = sum(b - a for a, b in alone)
+    union = solutions.my_exposed([(a, b, "communication") for a, b in alone])
+    named = {
+        sending: "a second counts once, however many events run in it",
+        union: "what computing hides does not count",
+    }
+    if union != case.wanted:
+        named[sending] = named[union]
+    if case.got < 0:
+        return f"{found}: it cannot be less than nothing."
+    if case.got in named:
+        return f"{found}: {named[case.got]}."
+    if case.got > case.wanted:
+        return f"{found}: a second counts once, however many events run in it."
+    return f"{found}: only computing hides, and only while it runs."
+
+
+# ---- my_straggler --------------------------------------------------------------------
+
+
+@exercise("my_straggler", solution=solutions.my_straggler)
+def check_my_straggler(answer: Answer) -> str:
+    """`my_straggler(starts)`: the rank that costs the others most, and the seconds.
+
+    A collective ends when its last rank has come. How much sooner would it end, had
+    this one rank come with the second to last?
+
+    For each collective find who starts last, and charge this rank with the difference
+    from the one before. The rank with the largest sum is the answer.
+    """
+    hints = {"fits": _about_straggler, "right": _about_straggler}
+    same_as(answer, solutions.my_straggler, _starts, cases=60, hints=hints)
+    return "60 steps of 2 to 8 ranks"
+
+
+def _starts(d: Draw) -> tuple[list[list[float]]]:
+    """Return starts in which one rank alone costs most."""
+    while True:
+        rows = _late_ranks(d)
+        worst, _ = solutions.my_straggler(rows)
+        mirrored, _ = solutions.my_straggler([row[::-1] for row in rows])
+        if worst == len(rows[0]) - 1 - mirrored:  # else two ranks would be right
+            return (rows,)
+
+
+def _late_ranks(d: Draw) -> list[list[float]]:
+    r = d.same
+    ranks, collectives = r.randint(2, 8), r.randint(1, 6)
+    late = r.randrange(ranks)
+    rows = []
+    for k in range(collectives):
+        row = [k * 40 + r.choice([0, 1]) + 2 * x for x in r.sample(range(ranks), ranks)]
+        row[late] += r.choice([0, 5, 9])
+        if d.case % 3 == 1:  # another one comes very late, once
+            row[(late + 1) % ranks] += 7 * (k == 0)
+        while row.count(max(row)) > 1:
+            row[row.index(max(row))] += 1
+        rows.append([x / 8 for x in row])
+    return rows
+
+
+def _about_straggler(case: Case) -> str:
+    starts, got, wanted = case.args["starts"], case.got, case.wanted
+    found = f"for {shown(starts)}: returned {shown(got)}; expected {shown(wanted)}"
+    if not isinstance(got, (tuple, list)) or len(got) != 2:
+        return f"{found}: a rank and seconds."
+    if got[0] == wanted[0]:
+        return f"{found}: without this rank all would wait for the second to last."
+    often = [row.index(max(row)) for row in starts]
+    if often.count(got[0]) >= often.count(wanted[0]):
+        return f"{found}: seconds count, not how often a rank is last."
+    if got[0] in {row.index(min(row)) for row in starts}:
+        return f"{found}: who starts first waits for the others."
+    return f"{found}: add up, for each rank, what it costs the others."
+
+
+# ---- my_step_time --------------------------------------------------------------------
+
+
+@exercise("my_step_time", solution=solutions.my_step_time)
+def check_my_step_time(answer: Answer) -> str:
+    """`my_step_time(forward, backward, bucket, layers, pp, m)`: seconds of a step.
+
+    What does a pipeline of p stages wait for, how often; and which bucket has nothing
+    left to hide behind?
+
+    1F1B takes m + p - 1 times one microbatch through a stage. Behind the last backward
+    the buckets form a queue: each is sent when its layer is done and the bucket before
+    it has gone. The last one is never hidden.
+    """
+    hints = {"fits": _about_step, "right": _about_step}
+    same_as(answer, solutions.my_step_time, _step, cases=60, hints=hints)
+    return "60 layouts, with buckets that are hidden and buckets that are not"
+
+
+def _step(d: Draw) -> tuple[float, float, float, int, int, int]:
+    r = d.same
+    forward = r.randint(1, 16) / 8
+    backward = r.choice([1, 2, 3]) * forward
+    bucket = r.choice([0.0, 0.25, 0.5, 1.0, 1.5, 4.0]) * backward
+    pp = 1 if d.case < 3 else r.choice([1, 2, 4, 8])
+    return forward, backward, bucket, r.randint(1, 12), pp, r.randint(1, 16)
+
+
+def _about_step(case: Case) -> str:
+    forward, backward, bucket, layers, pp, m = case.args.values()
+    asked = ", ".join(f"{name} {value}" for name, value in case.args.items())
+    found = f"for {asked}: returned {shown(case.got)}; expected {case.wanted}"
+    if not isinstance(case.got, (int, float)):
+        return f"{found}."
+    stage = layers * (forward + backward)
+    last = case.wanted - (m + pp - 1) * stage
+    off = case.got - case.wanted
+    named = (
+        (-last, "the last bucket is sent when nothing is left to compute"),
+        (layers * bucket - last, "backward hides buckets of later layers"),
+        (-(pp - 1) * stage, "a pipeline has a bubble"),
+        (stage, "the bubble is p - 1 microbatches long"),
+        (
+            max(0.0, layers * (bucket - backward)) - last,
+            "the first bucket waits for its layer",
+        ),
+        (
+            (m + pp - 2) * last,
+            "gradients are averaged once, behind the last microbatch",
+        ),
+    )
+    for wrong, why in named:
+        if wrong and abs(off - wrong) < 1e-9:
+            return f"{found}: {why}."
+    return f"{found}."

@@ -1,0 +1,162 @@
+"""Answers to the exercises of chapter 18, right ones and wrong ones."""
+
+# ruff: noqa: F401 (the texts use what is imported)
+
+import numpy as np
+from slips import answers
+
+from ddp_course.chapters.ch18_how_fast import solutions
+
+ANSWERS = answers(
+    solutions,
+    globals(),
+    my_flops="""
+    flops_matrix_by_matrix:
+        products = [3 * hidden, hidden, 4 * hidden, 4 * hidden]
+        forward = sum(2 * hidden * width for width in products)
+        forward += 2 * hidden * sequence + 2 * sequence * hidden
+        times = 4 if recompute else 3
+        return times * layers * forward + 6 * vocab * hidden
+    flops_by_n:
+        n = 12 * layers * hidden * hidden
+        passes = 8 if recompute else 6
+        attention = passes * 2 * layers * hidden * sequence
+        return passes * n + attention + 6 * hidden * vocab
+    forward_alone: that is forward alone
+        return layers * (24 * hidden**2 + 4 * hidden * sequence) + 2 * hidden * vocab
+    one_per_multiply_add: a multiplication and an addition are two FLOPs
+        return (3 + recompute) * layers * layer + 3 * head
+        => return ((3 + recompute) * layers * layer + 3 * head) // 2
+    without_attention: attention compares, too
+        + 4 * hidden * sequence =>
+    without_the_head: the head multiplies, too
+        + 3 * head =>
+    never_recomputed: that is without recomputation
+        3 + recompute => 3
+    head_twice: the head is not computed again
+        3 * head => (3 + recompute) * head
+    always_recomputed: expected
+        3 + recompute => 4
+    as_a_text: expected
+        (3 + recompute) * layers * layer + 3 * head
+        => str((3 + recompute) * layers * layer + 3 * head)
+    """,
+    my_exposed="""
+    exposed_by_pieces:
+        times = sorted({t for start, end, _ in events for t in (start, end)})
+        total = 0.0
+        for a, b in zip(times, times[1:]):
+            kinds = {kind for start, end, kind in events if start <= a and end >= b}
+            total += (b - a) * (kinds == {"communication"})
+        return total
+    exposed_by_numpy:
+        if not events:
+            return 0.0
+        times = np.unique([t for start, end, _ in events for t in (start, end)])
+        middle = (times[1:] + times[:-1]) / 2
+        runs = {
+            kind: sum(
+                ((middle > s) & (middle < e) for s, e, k in events if k == kind),
+                np.zeros(len(middle), int),
+            )
+            for kind in ("compute", "communication")
+        }
+        alone = (runs["communication"] > 0) & (runs["compute"] == 0)
+        return float((np.diff(times) * alone).sum())
+    all_communication: what computing hides does not count
+        return sum(end - start for start, end, kind in events if kind[3] == "m"
+                   and kind[1:3] == "om" and kind[4] == "u")
+    each_counts: a second counts once
+        total = 0.0
+        for start, end, kind in events:
+            if kind == "communication":
+                inside = [
+                    (max(a, start), min(b, end)) for a, b, k in events if k == "compute"
+                ]
+                total += end - start
+                at = start
+                for a, b in sorted(inside):
+                    total -= max(0.0, b - max(a, at))
+                    at = max(at, b)
+        return total
+    all_less_computing: expected
+        sums = {"compute": 0.0, "communication": 0.0}
+        for start, end, kind in events:
+            sums[kind] += end - start
+        return max(0.0, sums["communication"] - sums["compute"])
+    less_than_nothing: it cannot be less than nothing
+        sums = {"compute": 0.0, "communication": 0.0}
+        for start, end, kind in events:
+            sums[kind] += end - start
+        return sums["communication"] - sums["compute"]
+    what_is_hidden: expected
+        running["communication"] and not running["compute"]
+        => running["communication"] and running["compute"]
+    computing_alone: expected
+        running["communication"] and not running["compute"]
+        => running["compute"] and not running["communication"]
+    nothing: expected
+        return exposed => return None
+    """,
+    my_straggler="""
+    straggler_by_numpy:
+        times = np.sort(np.array(starts), axis=1)
+        last = np.argmax(np.array(starts), axis=1)
+        cost = np.bincount(last, times[:, -1] - times[:, -2], minlength=len(starts[0]))
+        return int(cost.argmax()), float(cost.max())
+    straggler_by_a_dictionary:
+        cost = {}
+        for row in starts:
+            rank = row.index(max(row))
+            others = row[:rank] + row[rank + 1 :]
+            cost[rank] = cost.get(rank, 0.0) + row[rank] - max(others)
+        rank = max(cost, key=cost.get)
+        return rank, cost[rank]
+    most_often_last: seconds count, not how often
+        last = [row.index(max(row)) for row in starts]
+        worst = max(range(len(starts[0])), key=last.count)
+        rows = [row for row in starts if row.index(max(row)) == worst]
+        return worst, sum(sorted(row)[-1] - sorted(row)[-2] for row in rows)
+    the_first: who starts first waits
+        cost[times.index(last)] += last - second
+        => cost[times.index(min(times))] += last - min(times)
+    against_the_first: all would wait for the second to last
+        last - second => last - min(times)
+    against_the_mean: all would wait for the second to last
+        last - second => last - sum(times) / len(times)
+    the_rank_alone: a rank and seconds
+        return worst, cost[worst] => return worst
+    """,
+    my_step_time="""
+    step_by_a_queue:
+        clock = (m + pp - 2) * layers * (forward + backward) + layers * forward
+        sent = 0.0
+        for _ in range(layers):
+            clock += backward
+            sent = max(sent, clock) + bucket
+        return sent
+    step_in_two_cases:
+        t = forward + backward
+        if bucket <= backward:
+            late = bucket
+        else:
+            late = layers * bucket - (layers - 1) * backward
+        return (m - 1 + pp) * layers * t + late
+    all_is_hidden: the last bucket is sent when nothing is left to compute
+        return (m + pp - 1) * stage + exposed => return (m + pp - 1) * stage
+    nothing_is_hidden: backward hides buckets of later layers
+        return (m + pp - 1) * stage + exposed
+        => return (m + pp - 1) * stage + layers * bucket
+    no_bubble: a pipeline has a bubble
+        (m + pp - 1) => m
+    bubble_of_p: the bubble is p - 1 microbatches long
+        (m + pp - 1) => (m + pp)
+    all_of_backward_hides: the last bucket is sent when nothing is left
+        max(bucket, layers * bucket - (layers - 1) * backward)
+        => max(0.0, layers * (bucket - backward))
+    averaged_each_time: once, behind the last microbatch
+        (m + pp - 1) * stage + exposed => (m + pp - 1) * (stage + exposed)
+    as_naive: expected
+        (m + pp - 1) => (m * pp)
+    """,
+)
