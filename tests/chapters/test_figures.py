@@ -129,7 +129,8 @@ def test_one_or_four_shares_the_batch():
 
 def test_course_map_names_every_way():
     said = " ".join(words(course_map()))
-    for way in ("DP, DDP", "ZeRO-1, ZeRO-2", "FSDP", "tensor parallel", "pipeline"):
+    ways = ("DP, DDP", "ZeRO-1, ZeRO-2", "FSDP", "tensor parallel", "pipeline")
+    for way in (*ways, "context parallel", "expert parallel"):
         assert way in said
 
 

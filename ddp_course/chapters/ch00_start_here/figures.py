@@ -94,13 +94,13 @@ def _curves(
     d.text(legend + 42, y + 14, many, size=12, anchor="start", fill=MUTED)
 
 
-# ---- the picture of the README: one model, cut in five ways --------------------------
+# ---- the picture of the README: one model, cut in seven ways -------------------------
 
-MARGIN, GAP, WAY_W, WAY_H = 16, 10, 150, 194
-MAP_W = 5 * WAY_W + 4 * GAP + 2 * MARGIN
+MARGIN, GAP, WAY_W, WAY_H = 16, 6, 146, 194
+MAP_W = 7 * WAY_W + 6 * GAP + 2 * MARGIN
 MIDDLE = MAP_W / 2
 WAYS = 152  # y of the cards' top
-END = WAYS + WAY_H + 36  # y where the five ways meet again
+END = WAYS + WAY_H + 36  # y where the ways meet again
 MAP_H = END + 72
 SIDE = 84  # a square is cut: four bars of 21, or of 18 with gaps of 4
 # The boxes of a square, by the rank that has them, and how round their corners are.
@@ -108,18 +108,21 @@ ROWS = [(i, (0, 21 * i, SIDE, 21), 0) for i in range(4)]
 COLUMNS = [(i, (21 * i, 0, 21, SIDE), 0) for i in range(4)]
 QUADRANTS = [(i, (42 * (i % 2), 42 * (i // 2), 42, 42), 0) for i in range(4)]
 LAYERS = [(i, (0, 22 * i, SIDE, 18), 4) for i in range(4)]
+TOKEN_PARTS = [(i, (22 * i, 0, 18, SIDE), 0) for i in range(4)]
+EXPERTS = [(i, (44 * (i % 2), 44 * (i // 2), 40, 40), 10) for i in range(4)]
 CELLS = [(i, (21 * i, 22 * j, 21, 18), 0) for j in range(4) for i in range(4)]
 
 
 def course_map() -> Drawing:
-    """Draw one model and the five ways in which the course cuts it."""
+    """Draw one model and the seven ways in which the course cuts it."""
     d = Drawing(
         MAP_W,
         MAP_H,
-        title="One model, cut in five ways, and always the same loss curve",
+        title="One model, cut in seven ways, and always the same loss curve",
         description="Four ranks train one model. Cut by batch: DP and DDP. By "
         "optimizer state: ZeRO-1 and ZeRO-2. By weight: FSDP. By column: tensor "
-        "parallel. By layer: pipeline. Every way leads to the same loss curve.",
+        "parallel. By layer: pipeline. By token: context parallel. By expert: expert "
+        "parallel. Every way leads to the same loss curve.",
     )
     cards = (
         ("by batch", "DP, DDP", "of the batch", ROWS),
@@ -127,6 +130,8 @@ def course_map() -> Drawing:
         ("by weight", "FSDP", "of every layer's weights", CELLS),
         ("by column", "tensor parallel", "of every layer's columns", COLUMNS),
         ("by layer", "pipeline", "of the layers", LAYERS),
+        ("by token", "context parallel", "of every sequence", TOKEN_PARTS),
+        ("by expert", "expert parallel", "of every layer's experts", EXPERTS),
     )
     for i in range(len(cards)):
         x = MARGIN + i * (WAY_W + GAP) + WAY_W / 2
@@ -171,7 +176,7 @@ def _glyph(d: Drawing, parts: list, fills: list[str], names: str) -> None:
 
 
 def _curve(d: Drawing) -> None:
-    """Draw the common result of all five: one loss curve on top of another."""
+    """Draw the common result of all ways: one loss curve on top of another."""
     left, bottom = MIDDLE - 190, END + 58
     d.line((left, bottom - 50), (left, bottom), (left + 112, bottom))
     points = [(left + 6 + 5 * i, bottom - 6 - 38 / (1 + i / 4)) for i in range(21)]
