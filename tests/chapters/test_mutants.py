@@ -35,7 +35,7 @@ ON_RANKS = [
     *("replicas_agree", "ring_reduce_scatter", "hierarchical_sum", "accumulate"),
     *("average_gradients_flat", "make_replicas", "my_stage_step", "ring_transfers"),
     *("sharded_linear", "vocab_loss", "my_broadcast", "mini_ddp", "repaired"),
-    *("my_dispatch", "my_auxiliary_loss", "my_two_averages"),
+    *("my_dispatch", "my_auxiliary_loss", "my_two_averages", "my_carry"),
 ]
 
 

@@ -1,19 +1,28 @@
-"""The exercises of chapter 15: a queue, a bound, and a step that comes late."""
+"""The exercises of chapter 15: a queue, a bound, a late step, and weights to carry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ddp_course.chapters.ch15_communication_order import solutions
-from ddp_course.lab.answers import Answer, Hint
+from ddp_course.collectives import barrier
+from ddp_course.lab.answers import Answer, Hint, one_line
 from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
 from ddp_course.lab.judge import Case, Draw, equal_values, same_as
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.zero import FullyShardedDataParallel
 
 
 def because(reasons: Sequence[tuple], otherwise: str) -> Callable[[Case], str]:
@@ -328,3 +337,77 @@ def _use(my_late_steps: Callable) -> dict[str, Any]:
     same = [n for n in means if torch.equal(trained.named[n].detach(), after[n])]
     why = f"has the same {', '.join(same)} after a second backward and forward."
     return {"right": not same, "why": why}
+
+
+# ---- my_carry ------------------------------------------------------------------------
+
+CARRIED = {
+    "files": "left nothing in the folder that a plain GPT can load by `dcp.load`: "
+    "{problem}.",
+    "saved": "saved other weights than ours: a plain GPT has {wrong} of {all} tensors "
+    "that differ after `dcp.load`.",
+    "sharded": "left whole tensors where PyTorch had shards (`DTensor`).",
+    "right": "loaded other weights: {off} of {all} tensors of PyTorch's model differ "
+    "from ours.",
+    "kept": "changed our model.",
+    "small": "left {nbytes:,} bytes in the folder; the weights have {least:,}.",
+}
+
+
+@exercise("my_carry", solution=solutions.my_carry)
+def check_my_carry(answer: Answer) -> str:
+    """`my_carry(ours, theirs, folder)`: weights of our FSDP into PyTorch's.
+
+    Which names does a plain GPT have for its tensors, and which of both models has a
+    method that returns them whole?
+
+    `dcp.save` takes a dictionary, also of whole tensors that all ranks have. To load,
+    `dcp.load` wants a dictionary of tensors to fill: get_model_state_dict returns
+    PyTorch's shards by their plain names.
+    """
+    for ranks in (2, 3):
+        with TemporaryDirectory() as folder:
+            judge_ranks(CARRIED, _carried, answer, folder, worlds=(ranks,))
+    return "carried by files between two and three ranks, to the last bit"
+
+
+SMALL = GPTConfig(20, 8, n_layer=2, n_head=2, d_model=48)
+
+
+def _carried(my_carry: Callable, folder: str) -> dict[str, Any]:
+    """Carry the weights of a small GPT on this rank, and compare."""
+    ours, theirs = FullyShardedDataParallel(build_gpt(SMALL, 1)), build_gpt(SMALL, 2)
+    for module in (*theirs.blocks, theirs):
+        fully_shard(module)
+    before = {name: t.clone() for name, t in ours.full_state_dict().items()}
+    my_carry(ours, theirs, folder)
+    barrier()
+    loaded, problem = build_gpt(SMALL, 3).state_dict(), ""
+    try:
+        dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    except (CheckpointException, ValueError, RuntimeError) as error:
+        problem = shown(one_line(error))
+    after = dict(theirs.named_parameters())
+    sharded = all(isinstance(tensor, DTensor) for tensor in after.values())
+    whole = {n: t.full_tensor() if sharded else t for n, t in after.items()}
+    nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.distcp"))
+    least = sum(tensor.nbytes for tensor in before.values())
+    now = ours.full_state_dict()
+    wrong, off, changed = (
+        sum(not torch.equal(tensor, found[name]) for name, tensor in before.items())
+        for found in (loaded, whole, now)
+    )
+    return {
+        "files": not problem,
+        "problem": problem,
+        "saved": not wrong,
+        "wrong": wrong,
+        "sharded": sharded,
+        "right": not off,
+        "off": off,
+        "all": len(before),
+        "kept": not changed,
+        "small": nbytes < 1.5 * least,
+        "nbytes": nbytes,
+        "least": least,
+    }

@@ -8,7 +8,16 @@ from functools import partial
 from itertools import accumulate
 
 import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from slips import answers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from ddp_course.chapters.ch15_communication_order import solutions
 
@@ -205,5 +214,49 @@ ANSWERS = answers(
         if not layers[0]._forward_pre_hooks and not hasattr(layers[0], "armed"):
             layers[0].armed = True
             solutions.my_late_steps(layers, optimizers, send)
+    """,
+    my_carry="""
+    carry_by_one_rank:
+        whole = ours.full_state_dict()
+        if dist.get_rank() == 0:
+            dcp.save(whole, checkpoint_id=folder, no_dist=True)
+        dist.barrier()
+        found = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(theirs, found, options=options)
+    carry_shard_by_shard:
+        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
+        dcp.load(dict(theirs.state_dict()), checkpoint_id=folder)
+    nothing: left nothing in the folder
+        return
+    not_loaded: loaded other weights
+        dcp.load(shards, checkpoint_id=folder) => pass
+    through_no_files: left nothing in the folder
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(theirs, ours.full_state_dict(), options=options)
+    pickled: left nothing in the folder
+        whole = ours.full_state_dict()
+        torch.save(whole, folder + "/weights.pt")
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(theirs, whole, options=options)
+    under_other_names: left nothing in the folder
+        state = {f"module.{name}": t for name, t in ours.full_state_dict().items()}
+        dcp.save(state, checkpoint_id=folder)
+        options = StateDictOptions(full_state_dict=True)
+        whole = {name[7:]: tensor for name, tensor in state.items()}
+        set_model_state_dict(theirs, whole, options=options)
+    theirs_is_saved: saved other weights than ours
+        ours.full_state_dict() => get_model_state_dict(theirs)
+    whole_tensors: left whole tensors where PyTorch had shards
+        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
+        for name, tensor in ours.full_state_dict().items():
+            path, _, last = name.rpartition(".")
+            setattr(theirs.get_submodule(path), last, nn.Parameter(tensor))
+    twice_as_much: bytes in the folder
+        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
+        => whole = ours.full_state_dict()
+        => more = {f"copy of {name}": t.clone() for name, t in whole.items()}
+        => dcp.save(whole | more, checkpoint_id=folder)
     """,
 )
