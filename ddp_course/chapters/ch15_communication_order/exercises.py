@@ -375,7 +375,7 @@ SMALL = GPTConfig(20, 8, n_layer=2, n_head=2, d_model=48)
 
 
 def _carried(my_carry: Callable, folder: str) -> dict[str, Any]:
-    """Carry the weights of a small GPT on this rank, and compare."""
+    """Run the answer with a small GPT on this rank, and compare the weights."""
     ours, theirs = FullyShardedDataParallel(build_gpt(SMALL, 1)), build_gpt(SMALL, 2)
     for module in (*theirs.blocks, theirs):
         fully_shard(module)
