@@ -93,6 +93,6 @@ def test_what_cannot_be_says_so_before_a_rank_starts():
     with pytest.raises(ValueError, match="precision is 'int8'; it can be one of fp32"):
         layout_for(2, precision="int8")
     how = {"schedule": "zero_bubble", "precision": "bf16"}
-    with pytest.raises(ValueError, match="'zero_bubble', whose backward in two halves"):
+    with pytest.raises(ValueError, match="'zero_bubble': the two halves of its back"):
         layout_for(2, pp=2, **how)
     layout_for(2, pp=2, schedule="zero_bubble", precision="bf16-pure")
