@@ -80,8 +80,9 @@ class Cluster:
         reached: the share of a link's bytes/s that collectives reach. Eight H200 reach
             368 GB/s of 450 without the switch's own adding; all-to-alls across nodes
             44 of 50.
-        rails: whether a ring over several nodes uses the network cards of all its
-            ranks, as NCCL's do; an emulated ring has one card at each crossing.
+        rails: whether collectives are a library's: over several nodes they use the
+            network cards of all ranks, and small ones take a tree. Else they are one
+            ring, as emulated ones are.
     """
 
     gpu: Accelerator

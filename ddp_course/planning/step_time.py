@@ -225,8 +225,8 @@ def _all_reduce(
     """Return the seconds of an all-reduce, and the bytes that each rank sends."""
     cost = all_reduce_ring(ranks, nbytes)
     beta = 1 / cluster.bandwidth(ranks, stride)
-    # Small messages take a tree's latency: libraries choose.
-    alpha = min(cost.messages, 2 * (ranks - 1).bit_length())
+    tree = 2 * (ranks - 1).bit_length()  # libraries choose it for small messages
+    alpha = min(cost.messages, tree) if cluster.rails else cost.messages
     return alpha * cluster.delay(ranks, stride) + beta * cost.nbytes, cost.nbytes
 
 
@@ -236,7 +236,8 @@ def _gather(
     """Return the seconds of an all-gather or reduce-scatter, and the bytes sent."""
     cost = all_gather(ranks, nbytes)
     beta = 1 / cluster.bandwidth(ranks, stride)
-    alpha = min(cost.messages, (ranks - 1).bit_length())
+    tree = (ranks - 1).bit_length()
+    alpha = min(cost.messages, tree) if cluster.rails else cost.messages
     return alpha * cluster.delay(ranks, stride) + beta * cost.nbytes, cost.nbytes
 
 
