@@ -18,8 +18,8 @@ def check_my_flops(answer: Answer) -> str:
     what in attention? Which of them does backward compute, and how often?
 
     A layer's matrices have 12 h² numbers, 2 FLOPs each; attention's two products cost 4
-    h T; the head 2 h V. Backward costs twice as much as forward. Recomputation is one
-    more forward of the layers; the head keeps what it needs.
+    h T; the output matrix 2 h V. Backward costs twice as much as forward. Recomputation
+    is one more forward of the layers, without the output matrix.
     """
     hints = {"fits": _about_flops, "right": _about_flops}
     same_as(answer, solutions.my_flops, _model, cases=40, hints=hints)
@@ -40,17 +40,18 @@ def _about_flops(case: Case) -> str:
         return f"{found}."
     layers, hidden, vocab = args["layers"], args["hidden"], args["vocab"]
     head, attention = 2 * hidden * vocab, 4 * layers * hidden * args["sequence"]
+    times = 3 + args["recompute"]
     once = layers * 24 * hidden**2 + attention + head
     named = {
         once: "that is forward alone",
         wanted / 2: "a multiplication and an addition are two FLOPs",
-        wanted - (3 + args["recompute"]) * attention: "attention compares, too",
-        wanted - 3 * head: "the head multiplies, too",
+        wanted - times * attention: "attention multiplies activations, too",
+        wanted - 3 * head: "the output matrix multiplies, too",
     }
     if args["recompute"]:
         named |= {
             3 * once: "that is without recomputation",
-            4 * once: "the head is not computed again",
+            4 * once: "the output matrix is not computed again",
         }
     return f"{found}: {named[got]}." if got in named else f"{found}."
 
@@ -85,9 +86,12 @@ def _events(d: Draw) -> tuple[list[tuple[float, float, str]]]:
         return ([*EASY[d.case]],)
     found = []
     for _ in range(d.same.randint(0, 12)):
-        start = d.same.randint(0, 40) / 4
-        end = start + d.same.randint(1, 20) / 4
-        found.append((start, end, d.same.choice(["compute", "communication"])))
+        start = d.same.randint(0, 40)
+        end = start + d.same.randint(1, 20)
+        kind = d.same.choice(["compute", "communication"])
+        # traces of milliseconds, too: rounding must not hide a wrong sum
+        ticks = 4096 if d.case % 3 == 2 else 4
+        found.append((start / ticks, end / ticks, kind))
     return (found,)
 
 
@@ -105,6 +109,8 @@ def _about_exposed(case: Case) -> str:
     }
     if union != case.wanted:
         named[sending] = named[union]
+    if case.got == round(case.wanted, 3) != 0:
+        return f"{found}: do not round."
     if case.got < 0:
         return f"{found}: it cannot be less than nothing."
     if case.got in named:
@@ -154,7 +160,9 @@ def _late_ranks(d: Draw) -> list[list[float]]:
             row[(late + 1) % ranks] += 7 * (k == 0)
         while row.count(max(row)) > 1:
             row[row.index(max(row))] += 1
-        rows.append([x / 8 for x in row])
+        if d.case % 3 == 2 and k == 0:  # two ranks come last together
+            row[(late + 1) % ranks] = max(row)
+        rows.append([x / (4096 if d.case % 2 else 8) for x in row])
     return rows
 
 
@@ -163,6 +171,15 @@ def _about_straggler(case: Case) -> str:
     found = f"for {shown(starts)}: returned {shown(got)}; expected {shown(wanted)}"
     if not isinstance(got, (tuple, list)) or len(got) != 2:
         return f"{found}: a rank and seconds."
+    rank, seconds = wanted
+    if [*got] == [seconds, rank]:
+        return f"{found}: the rank, then the seconds."
+    if [*got] == [rank + 1, seconds]:
+        return f"{found}: ranks count from 0."
+    if got[1] == round(seconds, 3):
+        return f"{found}: do not round."
+    if got[1] > seconds and any(row.count(max(row)) > 1 for row in starts):
+        return f"{found}: ranks that come last together cost nothing."
     if got[0] == wanted[0]:
         return f"{found}: without this rank all would wait for the second to last."
     often = [row.index(max(row)) for row in starts]

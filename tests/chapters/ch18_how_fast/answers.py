@@ -27,13 +27,13 @@ ANSWERS = answers(
     one_per_multiply_add: a multiplication and an addition are two FLOPs
         return (3 + recompute) * layers * layer + 3 * head
         => return ((3 + recompute) * layers * layer + 3 * head) // 2
-    without_attention: attention compares, too
+    without_attention: attention multiplies activations, too
         + 4 * hidden * sequence =>
-    without_the_head: the head multiplies, too
+    without_the_head: the output matrix multiplies, too
         + 3 * head =>
     never_recomputed: that is without recomputation
         3 + recompute => 3
-    head_twice: the head is not computed again
+    head_twice: the output matrix is not computed again
         3 * head => (3 + recompute) * head
     always_recomputed: expected
         3 + recompute => 4
@@ -97,6 +97,22 @@ ANSWERS = answers(
         => running["compute"] and not running["communication"]
     nothing: expected
         return exposed => return None
+    rounded_to_milliseconds: do not round
+        return exposed => return round(exposed, 3)
+    short_gaps_bridged: expected
+        def union(wanted):
+            found = []
+            for start, end in sorted((a, b) for a, b, kind in events if kind == wanted):
+                if found and start <= found[-1][1] + 0.01:
+                    found[-1][1] = max(found[-1][1], end)
+                else:
+                    found.append([start, end])
+            return found
+        sent, computed = union("communication"), union("compute")
+        hidden = sum(
+            max(0.0, min(b, d) - max(a, c)) for a, b in sent for c, d in computed
+        )
+        return sum(b - a for a, b in sent) - hidden
     """,
     my_straggler="""
     straggler_by_numpy:
@@ -124,6 +140,14 @@ ANSWERS = answers(
         last - second => last - min(times)
     against_the_mean: all would wait for the second to last
         last - second => last - sum(times) / len(times)
+    last_together_costs: come last together cost nothing
+        last - second => last - max([t for t in times if t < last], default=last)
+    rounded_to_milliseconds: do not round
+        return worst, cost[worst] => return worst, round(cost[worst], 3)
+    seconds_first: the rank, then the seconds
+        return worst, cost[worst] => return cost[worst], worst
+    ranks_from_one: ranks count from 0
+        return worst, cost[worst] => return worst + 1, cost[worst]
     the_rank_alone: a rank and seconds
         return worst, cost[worst] => return worst
     """,
