@@ -40,6 +40,13 @@ ANSWERS = answers(
         torch.logaddexp(lse1, lse2) => torch.maximum(lse1, lse2)
     in_base_two: gave the lse
         torch.logaddexp(lse1, lse2) => torch.logaddexp2(lse1, lse2)
+    one_maximum_for_all_queries: each query's own two lses
+        most = torch.maximum(lse1, lse2).max()
+        most = most.masked_fill(most.isneginf(), 0)
+        e1, e2 = (lse1 - most).exp(), (lse2 - most).exp()
+        total = (e1 + e2).masked_fill(e1 + e2 == 0, 1)[..., None]
+        out = (e1[..., None] * out1 + e2[..., None] * out2) / total
+        return out, most + (e1 + e2).log()
     the_output_alone: expected a list of 2
         share2 * out2, lse => share2 * out2
     in_place: changed `out1`
@@ -167,6 +174,8 @@ ANSWERS = answers(
         return verdicts => return all(verdicts)
     loose: returned
         1e-7 * (1 + abs(slope)) => 3e-2 * (1 + abs(slope))
+    not_relative: times 0.001
+        1e-7 * (1 + abs(slope)) => 1e-2
     tight: returned
         1e-7 * (1 + abs(slope)) => 0
     all_move_together: returned
