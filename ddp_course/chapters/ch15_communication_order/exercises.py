@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ddp_course.chapters.ch15_communication_order import solutions
-from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer, Hint, one_line
 from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
 from ddp_course.lab.judge import Case, Draw, equal_values, same_as
@@ -349,6 +349,7 @@ CARRIED = {
     "sharded": "left whole tensors where PyTorch had shards (`DTensor`).",
     "right": "loaded other weights: {off} of {all} tensors of PyTorch's model differ "
     "from ours.",
+    "read": "read nothing from the folder: load by `dcp.load` what was saved.",
     "kept": "changed our model.",
     "small": "left {nbytes:,} bytes in the folder; the weights have {least:,}.",
 }
@@ -380,8 +381,16 @@ def _carried(my_carry: Callable, folder: str) -> dict[str, Any]:
     for module in (*theirs.blocks, theirs):
         fully_shard(module)
     before = {name: t.clone() for name, t in ours.full_state_dict().items()}
-    my_carry(ours, theirs, folder)
-    barrier()
+    reads, read_data = [], dcp.FileSystemReader.read_data
+
+    def recorded(reader: dcp.FileSystemReader, *args: Any) -> Any:
+        reads.append(reader)
+        return read_data(reader, *args)
+
+    with patch.object(dcp.FileSystemReader, "read_data", recorded):
+        my_carry(ours, theirs, folder)
+    readers = torch.tensor(len(reads))
+    dist.all_reduce(readers)  # one rank may read for all
     loaded, problem = build_gpt(SMALL, 3).state_dict(), ""
     try:
         dcp.load(loaded, checkpoint_id=folder, no_dist=True)
@@ -406,6 +415,7 @@ def _carried(my_carry: Callable, folder: str) -> dict[str, Any]:
         "right": not off,
         "off": off,
         "all": len(before),
+        "read": readers.item() > 0,
         "kept": not changed,
         "small": nbytes < 1.5 * least,
         "nbytes": nbytes,

@@ -235,6 +235,11 @@ ANSWERS = answers(
     through_no_files: left nothing in the folder
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(theirs, ours.full_state_dict(), options=options)
+    saved_but_not_loaded: read nothing from the folder
+        whole = ours.full_state_dict()
+        dcp.save(whole, checkpoint_id=folder)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(theirs, whole, options=options)
     pickled: left nothing in the folder
         whole = ours.full_state_dict()
         torch.save(whole, folder + "/weights.pt")
