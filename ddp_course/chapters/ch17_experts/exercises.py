@@ -34,7 +34,7 @@ def check_my_kept(answer: Answer) -> str:
 
 def _choices(d: Draw) -> tuple[Tensor, int, int]:
     num_experts = d.same.choice([4, 5, 8])
-    k, tokens = d.same.randint(1, 3), d.same.choice([1, 2, 5, 9, 0])
+    k, tokens = d.same.randint(1, 3), d.same.choice([1, 2, 5, 9, 0, 600])
     hot = [d.same.sample(range(num_experts - d.case % 2), k) for _ in range(tokens)]
     chosen = torch.tensor(hot, dtype=torch.int64).view(tokens, k)
     return chosen, num_experts, d.same.randint(0, 4)
@@ -99,7 +99,8 @@ def _rows(d: Draw) -> tuple[Tensor, Tensor, int]:
 
 def _about_rows(case: Case) -> str:
     is_pair = isinstance(case.got, (tuple, list)) and len(case.got) == 2
-    if not is_pair or not isinstance(case.got[0], Tensor):
+    types = [Tensor, list]
+    if not is_pair or not all(map(isinstance, case.got, types)):
         return f"returned {shown(case.got)}; expected the rows and a list of counts."
     (got, counts), (wanted, numbers) = case.got, case.wanted
     if shown(counts) != shown(numbers):
@@ -142,8 +143,9 @@ def _called_by(use: Callable, answer: Answer) -> Answer:
 
 def _with_gradient(function: Callable, scores: Tensor, chosen: Tensor) -> Any:
     """Return a loss and the gradient of the scores."""
-    scores = scores.clone().requires_grad_()
+    original, scores = scores, scores.clone().requires_grad_()
     loss = function(scores, chosen)
+    original.copy_(scores.detach())  # the kit sees whether the scores were changed
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         return loss, None
     loss.backward()
@@ -156,13 +158,18 @@ def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(10 * d.case + d.rank)
     scores = torch.randn(size, num_experts, generator=random)
     scores += d.rank * torch.arange(num_experts)  # ranks prefer different experts
-    return scores, scores.topk(k).indices
+    bias = 2 * torch.randn(num_experts, generator=random)  # the best are not chosen
+    if d.case % 2:
+        bias[-1] = -100  # no rank chooses the last expert
+    return scores, (scores + bias).topk(k).indices
 
 
 def _about_loss(case: Case) -> str:
     (loss, gradient), (right, slope) = case.got, case.wanted
     if gradient is None:
         return f"returned {shown(loss)}; expected a loss through which backward can go."
+    if loss.dtype != right.dtype:
+        return f"returned a loss of {loss.dtype}; the scores are of {right.dtype}."
     if loss.shape != right.shape or not torch.allclose(loss, right):
         return (
             f"returned the loss {shown(loss)}; expected {shown(right)}. Shares and the "
@@ -213,19 +220,19 @@ def _gradients(d: Draw) -> tuple[list[Tensor], list[Tensor], int]:
         if ep not in _GROUPS:
             _GROUPS[ep] = dist.new_subgroups_by_enumeration(groups)[0]
     lists = [
-        [d.tensor(dtype=torch.float64) for _ in range(d.same.randint(1, 3))]
-        for _ in range(2)
+        [d.tensor(dtype=torch.float64) for _ in range(d.same.randint(least, 3))]
+        for least in (1, d.case % 2)
     ]
     return *lists, d.same.choice(sorted(_GROUPS))
 
 
 def _about_average(case: Case) -> str:
     for name in ("dense", "experts"):
-        for got, wanted in zip(case.after[name], case.right[name], strict=True):
-            if torch.allclose(got, wanted):
-                continue
-            ratio = (got / wanted).flatten()
-            same = torch.allclose(ratio, ratio[:1].expand_as(ratio), equal_nan=True)
-            times = f" {ratio[0]:.2f} times" if same else " not"
-            return f"left gradients in `{name}` that are{times} what they should be."
-    return "changed something else."
+        pairs = list(zip(case.after[name], case.right[name], strict=True))
+        if all(torch.allclose(got, wanted) for got, wanted in pairs):
+            continue
+        ratio = torch.cat([(got / wanted).flatten() for got, wanted in pairs])
+        same = torch.allclose(ratio, ratio[:1].expand_as(ratio), equal_nan=True)
+        times = f" {ratio[0]:.2f} times" if same else " not"
+        return f"left gradients in `{name}` that are{times} what they should be."
+    return "rounded the gradients; average them in their own dtype."

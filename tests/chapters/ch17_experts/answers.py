@@ -45,6 +45,11 @@ ANSWERS = answers(
         taken[expert] < limit => True
     as_numbers: of bool
         return kept => return kept.long()
+    places_in_8_bits: the limit is
+        queue = chosen.T.flatten()
+        one_hot = torch.nn.functional.one_hot(queue, num_experts)
+        place = (one_hot.cumsum(0, dtype=torch.uint8) * one_hot).sum(-1)
+        return (place <= limit).view(chosen.T.shape).T
     """,
     my_dispatch="""
     dispatch_by_the_package:
@@ -94,6 +99,8 @@ ANSWERS = answers(
     rows_alone: expected the rows and a list of counts
         return arrived[by_expert], from_each.sum(0).tolist()
         => return arrived[by_expert]
+    counts_as_a_tensor: expected the rows and a list of counts
+        from_each.sum(0).tolist() => from_each.sum(0)
     in_32_bits: expected
         arrived[by_expert], => arrived[by_expert].float(),
     equal_splits: of different types or sizes
@@ -141,11 +148,24 @@ ANSWERS = answers(
         => means = means + (total - means).detach()
     sums_scores: those of all ranks
         scores.softmax(-1).sum(0) => scores.sum(0)
+    chooses_again: those of all ranks
+        counts = torch.bincount(chosen.flatten()
+        => counts = torch.bincount(scores.topk(chosen.shape[1]).indices.flatten()
+    experts_that_were_chosen: those of all ranks
+        return num_experts * => return (int(counts.nonzero().max()) + 1) *
+    scores_in_place: changed `scores`
+        return num_experts
+        => scores.data.sub_(scores.data.mean(-1, keepdim=True))
+        => return num_experts
+    in_64_bits: a loss of torch.float64
+        means = scores.softmax(-1) => means = scores.double().softmax(-1)
     """,
     my_two_averages="""
     average_all_flat:
         n = dist.get_world_size()
         for gradients, group in ((dense, None), (experts, replicas)):
+            if not gradients:
+                continue
             flat = torch.cat([g.flatten() for g in gradients])
             dist.all_reduce(flat, group=group)
             parts = (flat / n).split([g.numel() for g in gradients])
@@ -173,5 +193,15 @@ ANSWERS = answers(
         => gradient = gradient / dist.get_world_size()
     the_first_ones: what they should be
         for gradient in gradients: => for gradient in gradients[:1]:
+    nothing_without_experts: in `dense` that are not what they should be
+        if not experts:
+            return
+        for gradients, group in ((dense, None), (experts, replicas)):
+            for gradient in gradients:
+                dist.all_reduce(gradient, group=group)
+                gradient /= dist.get_world_size()
+    rounded: in their own dtype
+        gradient /= dist.get_world_size()
+        => gradient.copy_((gradient / dist.get_world_size()).float())
     """,
 )
