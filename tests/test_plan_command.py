@@ -147,6 +147,9 @@ def test_nothing_fits(capsys):
 def test_tables_of_data_sheets_and_published_trainings(capsys):
     text = shown(capsys, "--accelerators")
     assert line(text, "h100") == ["989", "80", "3.35", "450", "700", "295"]
+    assert line(text, "tpu-v5p")[-2:] == ["-", "166"], "its power is not published"
+    text = shown(capsys, "--params 7b --gpus 8 --gpu tpu-v5p --tokens 1t")
+    assert "days" in text and "MWh" not in text
     assert "Ultra-Scale" in shown(capsys, "--anchors")
 
 
@@ -158,6 +161,7 @@ test_what_goes_with_what = answered(
     ("--params 7b --gpu h100 --batch 2", "--batch 2 goes without --gpu"),
     ("--params 7b --gpu h100 --bandwidth 9", "--bandwidth 9 goes without --gpu"),
     ("--params 7b --gpu h100 --precision fp32", "is fp32; with --gpu it can be bf16"),
+    ("--params 7b --gpu h100 --recompute selective", "selective goes with --scores"),
     ("--params 7b --gpu h100 --layers 3", "say both --layers and --hidden"),
     ("--params 7b --gpu h100 --heads 3", "--heads 3 goes with --layers and --hidden"),
     ("--preset gpt2 --gpu h100 --heads 3", "--heads goes with --parameters"),

@@ -52,8 +52,8 @@ PAIRS = (
 SOFTWARE = Software(sequence_parallel=False, precision="mixed")
 GPT = Workload(1_700_000, 8, 128, 8, 512, 64, rows=16, tied=True)
 INSIDE, BETWEEN = 50e6, 8e6  # bytes/s
-# A chip that computes 3 GFLOP/s and never waits for its memory: one step of the GPT on
-# one rank takes 8 s.
+# A chip that computes 12 GFLOP/s and never waits for its memory: one step of the GPT on
+# one rank takes 9.5 s.
 CHIP = Accelerator(12e9, 64e6, 1e15, INSIDE, 1.0, matmul=1 / SUSTAINED)
 CLUSTER = Cluster(CHIP, 8, node=4, network=BETWEEN, latency=0, reached=1, rails=False)
 LINKS = Links(Link(0.0, INSIDE), Link(0.0, BETWEEN))

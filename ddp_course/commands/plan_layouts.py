@@ -31,6 +31,10 @@ SHAPE = ("layers", "hidden", "heads", "sequence", "vocab")
 SEQUENCE, VOCAB, STEP_TOKENS = 4096, 128_256, 4_000_000  # if nothing else is said
 KEPT_BY_ADAM = 16  # bytes of a parameter
 NETWORK = 50  # GB/s of each GPU: 400 Gb/s
+SOURCES = (
+    "bfloat16 (V100: float16), dense; links in one direction; -: not published. From "
+    "stas00/ml-engineering, jax-ml/scaling-book, Google Cloud and NVIDIA's briefs"
+)
 
 
 def command(args: Namespace) -> int:
@@ -129,6 +133,11 @@ def software_of(args: Namespace) -> Software:
             f"--batch {args.batch} goes without --gpu: layouts are tried with "
             "microbatches of 1 to 16 rows, and --step-tokens is a step's whole batch"
         )
+    if args.recompute == "selective" and not args.scores:
+        raise ValueError(
+            "--recompute selective goes with --scores: fused attention keeps no scores "
+            "that could be computed again"
+        )
     return Software(
         fused_attention=not args.scores,
         precision=args.precision,
@@ -215,12 +224,12 @@ def training(
     """Return the days, energy and cost of a whole training."""
     days = workload.days(args.tokens, seconds)
     hours = days * 24 * cluster.gpus
-    energy = hours * cluster.gpu.watts / 1e6
-    lines = [
-        f"  {args.tokens:,.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours, "
-        f"{energy:,.1f} MWh at {cluster.gpu.watts:g} W a GPU (hosts, network and "
-        "cooling not counted)"
-    ]
+    lines = [f"  {args.tokens:,.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours"]
+    if watts := cluster.gpu.watts:
+        lines.append(
+            f"  {hours * watts / 1e6:,.1f} MWh at {watts:g} W a GPU (hosts, network "
+            "and cooling not counted)"
+        )
     if args.price is not None:
         lines.append(f"  {hours * args.price:,.0f} at {args.price:g} a GPU-hour")
     return lines
@@ -254,6 +263,7 @@ def too_large(found: Found) -> list[str]:
 
 
 NOT_PREDICTED = (
+    "Not tried: ZeRO-3 in a pipeline, tp across nodes, replicas of shards (HSDP). "
     "Not predicted: experts, 8-bit numbers, launches of kernels, slow or crowded "
     "links, stragglers, loading, saving, failures. A prediction is what good software "
     "comes near to."
@@ -262,24 +272,26 @@ NOT_PREDICTED = (
 
 def held_against() -> str:
     """Return how far predictions are from what was published."""
-    errors = sorted(abs(anchor.error) for anchor in ANCHORS if not anchor.fitted)
+    errors = [anchor.error for anchor in ANCHORS if not anchor.fitted]
+    half = statistics.median(map(abs, errors))
     return (
         f"Of {len(errors)} published trainings that nothing was fitted to half were "
-        f"predicted within {statistics.median(errors):.0%}, the worst "
-        f"{errors[-1]:.0%} too fast (ddp-course plan --anchors)."
+        f"predicted within {half:.0%}; the worst were {max(errors):.0%} too fast and "
+        f"{-min(errors):.0%} too slow (ddp-course plan --anchors)."
     )
 
 
 def accelerators() -> Table:
     """Return the data sheets as a table."""
     columns = "TFLOP/s", "GB", "TB/s", "link GB/s", "W", "FLOP/byte"
-    table = Table("accelerator", caption="bfloat16, dense; links in one direction")
+    table = Table("accelerator", caption=SOURCES)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for name, gpu in ACCELERATORS.items():
         numbers = gpu.flops / 1e12, gpu.memory / GB, gpu.bandwidth / 1e12
         more = gpu.link / GB, gpu.watts, round(gpu.ridge)
-        table.add_row(name, *(f"{number:g}" for number in (*numbers, *more)))
+        cells = ("-" if n is None else f"{n:g}" for n in (*numbers, *more))
+        table.add_row(name, *cells)
     return table
 
 

@@ -27,7 +27,7 @@ class Accelerator:
         memory: bytes.
         bandwidth: bytes/s between the chip and its memory.
         link: bytes/s that it sends to the others of its node.
-        watts: at most.
+        watts: at most; None: not published.
         matmul: the share of `flops` that large products of matrices reach.
         node: how many are joined by such links.
     """
@@ -36,7 +36,7 @@ class Accelerator:
     memory: float
     bandwidth: float
     link: float
-    watts: float
+    watts: float | None
     matmul: float = 0.8
     node: int = 8
 
@@ -47,8 +47,12 @@ class Accelerator:
 
 
 def _sheet(
-    teraflops: float, gigabytes: float, bandwidth: float, link: float, watts: float
-) -> tuple[float, ...]:
+    teraflops: float,
+    gigabytes: float,
+    bandwidth: float,
+    link: float,
+    watts: float | None,
+) -> tuple[float, float, float, float, float | None]:
     """Return a data sheet's numbers in FLOP/s, bytes, bytes/s and watts."""
     return teraflops * TERA, gigabytes * GB, bandwidth * TERA, link * GB, watts
 
@@ -59,11 +63,11 @@ ACCELERATORS = {
     "a100": Accelerator(*_sheet(312, 80, 2.04, 300, 400), matmul=0.87),
     "h100": Accelerator(*_sheet(989, 80, 3.35, 450, 700), matmul=0.80),
     "h100-pcie": Accelerator(*_sheet(756, 80, 2.0, 63, 350)),
-    "h200": Accelerator(*_sheet(989, 141, 4.8, 450, 700), matmul=0.80),
+    "h200": Accelerator(*_sheet(989, 141, 4.8, 450, 700)),
     "b200": Accelerator(*_sheet(2250, 180, 8.0, 900, 1000), matmul=0.78),
     "mi300x": Accelerator(*_sheet(1307, 192, 5.3, 448, 750), matmul=0.51),
     "tpu-v4": Accelerator(*_sheet(275, 32, 1.2, 270, 192), node=3072),
-    "tpu-v5p": Accelerator(*_sheet(459, 95, 2.765, 600, 450), node=8960),
+    "tpu-v5p": Accelerator(*_sheet(459, 95, 2.765, 600, None), node=8960),
 }
 
 

@@ -122,7 +122,9 @@ def _megatron() -> Iterator[Anchor]:
         layout = Candidate(1, pp, 1, 8, 0, "selective", microbatch, stages)
         name = f"Megatron-LM 2022 {workload.parameters / 1e9:.0f}B"
         how = "a100", 25, workload, layout, SELECTIVE
-        yield Anchor(name, mfu / 100, *how, "2205.05198, table 5; README")
+        source = "2205.05198, table 5; Megatron-LM's README"
+        assumed = "rows, rows of a microbatch, stages on a rank"
+        yield Anchor(name, mfu / 100, *how, source, assumed)
 
 
 # ---- others --------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def _others() -> Iterator[Anchor]:
     yield _llama_3("131,072 tokens", 8, 16, 131_072, 128, 0.38)
     mpt = Workload(64_900_000_000, 80, 8192, 64, 2048, 50_432, 2048, tied=True)
     how = "h100", 50, mpt, Candidate(64, zero=3, recompute="full", microbatch=8), TODAY
-    source, assumed = "llm-foundry, scripts/train/benchmarking", "rows"
+    source, assumed = "llm-foundry, scripts/train/benchmarking", "its shape, rows"
     yield Anchor("MPT 70B, 64 GPUs", 0.426, *how, source, assumed)
     mpt = Workload(6_650_000_000, 32, 4096, 32, 2048, 50_432, 128, tied=True)
     how = "h100", 50, mpt, Candidate(8, zero=3, microbatch=4), TODAY
@@ -178,7 +180,7 @@ def _others() -> Iterator[Anchor]:
         540_350_000_000, 118, 18_432, 48, 2048, 256_000, 2048, kv_heads=1, tied=True
     )
     layout = Candidate(512, tp=12, zero=3, recompute="full", microbatch=4)
-    source, assumed = "2204.02311, sections 4 and 5", "that all is computed again"
+    source, assumed = "2204.02311, sections 4 and 5", "microbatch; all computed again"
     how = "tpu-v4", 6.25, palm, layout, TODAY
     yield Anchor("PaLM 540B", 0.462, *how, source, assumed)
     gpt_2 = Workload(124_000_000, 12, 768, 12, 1024, 50_304, 480, tied=True)

@@ -85,7 +85,7 @@ def candidates(
     """Yield the layouts that take all GPUs and have no `problem`."""
     kinds = RECOMPUTE if recompute is None else (recompute,)
     if software.fused_attention:  # keeps no scores that could be left out
-        kinds = [kind for kind in kinds if kind != "selective"] or ["none"]
+        kinds = [kind for kind in kinds if kind != "selective"]
     sizes = divisors(cluster.gpus)
     inside = [size for size in sizes if size <= cluster.node]
     for pp, cp, tp in product(sizes, sizes, inside):
