@@ -89,6 +89,9 @@ def test_a_dry_run_is_never_faster_than_predicted():
     for k, layout in enumerate(layouts):
         foreseen = predict(GPT, cluster, layout, SOFTWARE).seconds
         assert took([rank[k] for rank in ranks]) > 0.97 * foreseen
+        for rank in ranks:
+            sent = [event.op for event in rank[k] if event.lane == "communication"]
+            assert sent.count("average") == GPT.layers // layout.pp
 
 
 def test_draws_with_other_fastest_layouts_are_counted():
