@@ -36,6 +36,7 @@ FLOORS = [
     {
         *("data_parallel", "zero", "tensor_parallel", "pipeline", "parameter_server"),
         *("communication_order", "local_sgd", "context_parallel", "experts"),
+        "failures",
     },
     {"checkpoint", "parallelize", "train"},
     {"bench", "commands", "cli", "preload", "__main__"},

@@ -1,0 +1,1 @@
+"""Chapter 19: what if a machine dies?"""
