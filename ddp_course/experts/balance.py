@@ -1,14 +1,14 @@
 """Keep all experts busy: a capacity, an auxiliary loss, or a bias.
 
-A router without any of them collapses: an expert that is chosen more learns more, and
-is chosen still more. The three remedies can be combined:
+A router without any of them may collapse: an expert that is chosen more learns more,
+and is chosen still more. The three remedies can be combined:
 
     capacity         an expert computes at most C = T k factor / E tokens; the other
                      tokens that chose it are dropped: only their residual
                      connection is left
     auxiliary loss   E sum_e f_e P_e, with the expert's share of the choices f_e, and
                      its mean probability P_e; the gradient of P moves probability to
-                     idle experts
+                     less busy experts
     bias             added to the scores when the experts are chosen, not when they are
                      weighted; after each step it moves against the load, without any
                      gradient
@@ -57,6 +57,6 @@ def auxiliary_loss(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def moved_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
-    """Return the experts' bias for the next step: less if overloaded, more if idle."""
+    """Return the experts' next bias: less above the mean load, more below it."""
     load = load.to(bias.dtype)
     return bias - rate * torch.sign(load - load.mean())

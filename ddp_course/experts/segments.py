@@ -6,7 +6,7 @@
 
 An expert then computes its segment, however long it is: nothing is dropped, and no row
 is padded. That is the idea of Gale et al. 2022, "MegaBlocks", arXiv:2211.15841, whose
-kernel computes all segments in one call. Chapter 17.
+kernel computes all segments, padded to multiples of 128 rows, in one call. Chapter 17.
 """
 
 from collections.abc import Callable, Sequence
