@@ -24,13 +24,16 @@ from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.assembly import (
     full_optimizer_state,
     load_full_optimizer_state,
-    names_along,
 )
 from ddp_course.mechanisms.divided import DividedModule
 from ddp_course.mechanisms.nested import groups_around
 from ddp_course.mechanisms.placements import clip_grad_norm_
 from ddp_course.mechanisms.states import HasState, Whole
-from ddp_course.mechanisms.whole_state import full_state_dict, load_full_state_dict
+from ddp_course.mechanisms.whole_state import (
+    full_state_dict,
+    load_full_state_dict,
+    names_along,
+)
 from ddp_course.mesh import Axes
 from ddp_course.precision import Autocast
 from ddp_course.spec import PRECISIONS, Layout

@@ -216,7 +216,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
     def step(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run `module.step`, which runs backward itself, as a pipeline does.
 
-        The gradients are averaged when it returns (`mechanisms.hooks.defer_averaging`).
+        The gradients are averaged when it returns.
         """
         announce(self.parts, "before_forward", self)
         with nullcontext() if self.require_backward_grad_sync else self.engine.defer():

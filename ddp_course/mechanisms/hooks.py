@@ -1,14 +1,12 @@
 """Autograd hooks of data parallelism, and a walk over autograd's graph.
 
-Hooks refer weakly to the object whose method they call, and are removed with it.
-`defer_averaging` finds the objects that average a parameter's gradients through the
-parameter, so code that runs backward several times for one step need not know them.
-Chapter 05.
+Hooks refer weakly to the object whose method they call, and are removed with it. A
+parameter knows the objects that average its gradients (`listeners`). Chapter 05.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -90,26 +88,7 @@ class Averager:
         raise NotImplementedError
 
 
-@contextmanager
-def defer_averaging(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let gradients accumulate in this block, and average the sums at its end.
-
-    For a pipeline, which runs backward once for each microbatch. The averagers of these
-    gradients average the sums as if they had come in one pass; an inner block leaves
-    that to the outer one. After an error nothing is averaged. Chapter 10.
-    """
-    averagers = dict.fromkeys(one for p in parameters for one in listeners(p))
-    with ExitStack() as stack:
-        for one in averagers:
-            stack.enter_context(one.defer())
-        yield
-    for one in averagers:
-        if not one.deferrals:
-            one.average()
-
-
-# ---- the tensors that a backward pass will reach
-# --------------------------------------
+# ---- the tensors that a backward pass will reach -------------------------------------
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -10,19 +10,21 @@ its own part. All ranks along `model.groups` call these functions together.
 torch.distributed.checkpoint.state_dict does this for DTensors. Chapter 08.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.assembly import (
+    Group,
+    Names,
     assemble,
     full_optimizer_state,
     load_full_optimizer_state,
-    names_along,
     way_of,
 )
 from ddp_course.mechanisms.divided import DividedModule
@@ -69,6 +71,38 @@ def load_full_optimizer_state_dict(
     shapes, groups = model.plain.shapes, model.groups
     names = names_along(optimizer, shapes, groups)
     load_full_optimizer_state(optimizer, state_dict, names, shapes, groups)
+
+
+def names_along(
+    optimizer: Optimizer, order: Iterable[str], groups: Sequence[Group]
+) -> Names:
+    """Return the names that the plain optimizer would have in each group, in `order`.
+
+    All ranks call it. Raises ReplicaError, on every rank, if the optimizer steps
+    tensors that are no part of the model.
+    """
+    stepped = [group["params"] for group in optimizer.param_groups]
+    own = agreed(lambda: _names_of(stepped), *groups)
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, own, group)
+        counts = [len(part) for part in parts]
+        agreed(lambda counts=counts: _check_counts(counts), *groups)
+        own = [set().union(*those) for those in zip(*parts, strict=True)]
+    order = list(order)
+    return [[name for name in order if name in names] for names in own]
+
+
+def _names_of(stepped: list[list[Tensor]]) -> list[set[str]]:
+    try:
+        return [{way_of(p).name for p in params} for params in stepped]
+    except ValueError as error:
+        raise ValueError(f"the optimizer steps what it should not: {error}") from None
+
+
+def _check_counts(counts: list[int]) -> None:
+    if len(set(counts)) > 1:
+        raise ValueError(f"the ranks' optimizers have {counts} parameter groups")
 
 
 class WholeState(DividedModule):

@@ -21,7 +21,8 @@ those of data parallelism between several pipelines, are held back until the las
 microbatch is through. Chapters 10 and 11.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from ddp_course.launch.deadlock import checked_group
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.divided import DividedModule, PlainModel, groups_before
 from ddp_course.mechanisms.guards import watch
-from ddp_course.mechanisms.hooks import defer_averaging
+from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import OnRanks, place
 from ddp_course.pipeline.backward import Recomputed, SplitBackward
@@ -244,6 +245,24 @@ class PipelineParallel(DividedModule, Pipeline):
     def extra_repr(self) -> str:
         """Return the stages and the schedule as text."""
         return f"{self.plan}\n{self.schedule}"
+
+
+@contextmanager
+def defer_averaging(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let gradients accumulate in this block, and average the sums at its end.
+
+    For code that runs backward several times for one step. The objects that average
+    these gradients do so as if they had come in one pass; an inner block leaves that to
+    the outer one. After an error nothing is averaged. Chapter 10.
+    """
+    averagers = dict.fromkeys(one for p in parameters for one in listeners(p))
+    with ExitStack() as stack:
+        for one in averagers:
+            stack.enter_context(one.defer())
+        yield
+    for one in averagers:
+        if not one.deferrals:
+            one.average()
 
 
 # ---- plan, before anything is sent ---------------------------------------------------

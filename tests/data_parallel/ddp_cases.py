@@ -19,7 +19,7 @@ from ddp_course.data_parallel.ddp import DistributedDataParallel as Ours
 from ddp_course.data_parallel.flat import FlatDistributedDataParallel as Flat
 from ddp_course.data_parallel.naive import NaiveDistributedDataParallel as Naive
 from ddp_course.mechanisms.frozen import KeepFrozen
-from ddp_course.mechanisms.hooks import defer_averaging
+from ddp_course.pipeline.pipeline_parallel import defer_averaging
 
 ROWS, CHANNELS = 12, 7  # rows that 1, 2, 3 and 4 ranks can share
 

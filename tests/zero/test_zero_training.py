@@ -33,7 +33,7 @@ from zero_cases import (
 
 from ddp_course import collectives
 from ddp_course.launch import spawn
-from ddp_course.mechanisms.hooks import defer_averaging
+from ddp_course.pipeline.pipeline_parallel import defer_averaging
 from ddp_course.zero import Zero1, Zero2
 
 WAYS: dict[str, dict] = {
