@@ -2,4 +2,5 @@
 
 Read the modules in this order:
 
+    position     samples that all ranks together have used; resume on other numbers
 """
