@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_course.failures.async_save import BackgroundWriter
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.saving import (
     CheckpointError,
@@ -53,6 +54,8 @@ class Checkpoints:
             it resumes from.
         keep: how many of the newest checkpoints are kept.
         more: other objects with a state, by name: the loss scaler, compressors.
+        background: let a thread of rank 0 write a copy of the state while training goes
+            on. An error is then raised by the next save that is due.
 
     `load` and then `save`, after every step, are called by all ranks.
     """
@@ -66,6 +69,7 @@ class Checkpoints:
         settings: Mapping[str, Any],
         keep: int = 2,
         more: Mapping[str, HasState] | None = None,
+        background: bool = False,
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
@@ -76,6 +80,7 @@ class Checkpoints:
         self.more = dict(more or {})
         self.settings = dict(settings)
         self.known: set[int] = set()  # steps found at first, or saved by this run
+        self.writer = BackgroundWriter(self._write) if background else None
 
     def load(self, steps: int) -> list[float]:
         """Load the newest checkpoint into model and optimizer; return its losses.
@@ -117,29 +122,33 @@ class Checkpoints:
     def save(self, losses: list[float], last: bool = False) -> None:
         """Write a checkpoint if one is due after this step, or if it is the last.
 
-        If rank 0 cannot write, it raises CheckpointError; the other ranks then find it
-        gone, as after any failure. It also raises if another run has written into the
-        folder since this run loaded: each would overwrite the other's checkpoints.
+        After the last one, no thread writes any more. If rank 0 cannot write, it raises
+        CheckpointError; the other ranks then find it gone, as after any failure. It
+        also raises if another run has written into the folder since this run loaded:
+        each would overwrite the other's checkpoints.
         """
         due = last or len(losses) % self.every == 0
         if self.folder is None or not due:
             return
-        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        more = {name: on_cpu(o.state_dict()) for name, o in self.more.items()}
+        states = {"model": self.model, "optimizer": self.optimizer} | self.more
+        state = {name: each.state_dict() for name, each in states.items()}
         if _rank() != 0:
             return
-        state = {
-            "settings": self.settings,
-            "losses": losses,
-            "model": on_cpu(model),
-            "optimizer": on_cpu(optimizer),
-        } | more
+        if self.writer is None:
+            self._write(on_cpu(state), [*losses])
+            return
+        self.writer.save(state, [*losses])
+        if last:
+            self.writer.wait()
+
+    def _write(self, state: dict[str, Any], losses: list[float]) -> None:
         for path in self._found():
             if _step_of(path) not in self.known:
                 raise CheckpointError(
                     f"{path} was written by another run while this one trained; "
                     "take another folder for one of them"
                 )
+        state = {"settings": self.settings, "losses": losses} | state
         try:
             path = self._path(len(losses))
             write_whole({"format": FORMAT, "state": seal(state)}, path)

@@ -182,6 +182,10 @@ PLANNED = {name: each.about for name, each in PRECISIONS.items()} | {
     "mixed-both-gradients": "mixed, gradients in 16 bits and float32 (Megatron-LM)",
 }
 RECOMPUTE = ("none", "selective", "full")
+SAVES = {
+    "waiting": "training waits until a checkpoint is on the disk",
+    "async": "a thread writes a copy while training goes on",
+}
 
 
 def compressor_words() -> str:
@@ -228,6 +232,9 @@ class Training:
         None, "save checkpoints in this folder; resume from the newest one in it"
     )
     every: int = option(10, "steps between two checkpoints")
+    save: str = option(
+        "waiting", "; ".join(f"{n}: {how}" for n, how in SAVES.items()), SAVES
+    )
 
     @property
     def config(self) -> GPTConfig:

@@ -1,8 +1,9 @@
 """Ranks killed with -9 at random moments of a save: nothing is lost, bit by bit.
 
 A moment is a call or a return of a function, Python's or C's, on one rank while it is
-in `save`: collecting states, writing, flushing, renaming, removing what is old. With
-DDP_COURSE_ENDURANCE=1 there are 30 of them in every layout; else a few.
+in `save`: collecting states, writing, flushing, renaming, removing what is old. If a
+thread saves, it is one of the thread's. With DDP_COURSE_ENDURANCE=1 there are 30 of
+them in every layout, 300 in a thread; else a few.
 """
 
 import io
@@ -30,6 +31,7 @@ GPT = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=8)
 RUN = {"batch_size": 4, "preset": GPT, "lr": 0.01, "every": 1}
 LAYOUTS = {  # ranks, options
     "ddp": (2, {}),
+    "async": (2, {"save": "async"}),
     "compressed": (2, {"compress": "topk:0.1"}),
     "local steps": (2, {"local_steps": 3, "outer": "nesterov"}),
     "zero1": (2, {"zero": 1}),
@@ -44,8 +46,9 @@ LAYOUTS = {  # ranks, options
         {"zero": 1, "dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
     ),
 }
-CHOSEN = LAYOUTS if ENDURANCE else ["zero1"]
+CHOSEN = LAYOUTS if ENDURANCE else ["zero1", "async"]
 KILLS = 30 if ENDURANCE else 2
+ASYNC_KILLS = 300 if ENDURANCE else 2
 
 
 def doomed(save, victim: int, moment: float):
@@ -79,7 +82,8 @@ def doomed(save, victim: int, moment: float):
 def train_and_die(folder, steps, layout, victim=-1, moment=0.0, write=None):
     checkpoint.write_whole = write or checkpoint.write_whole
     if victim >= 0:
-        Checkpoints.save = doomed(Checkpoints.save, victim, moment)
+        name = "_write" if layout.get("save") == "async" else "save"
+        setattr(Checkpoints, name, doomed(getattr(Checkpoints, name), victim, moment))
     return train(steps, **RUN, **layout, checkpoint=folder)
 
 
@@ -110,10 +114,11 @@ def save_and_die(folder, steps, victim=-1, moment=0.0, save=None):
 
 def killed_in_a_row(fn, folder, steps, ranks, *args, kills=KILLS, seed=0):
     """Start `fn` again and again, kill a rank in a save, and let the last one end."""
+    writers = 1 if {"save": "async"} in args else ranks  # the thread is rank 0's
     chance, killed, launches = random.Random(seed), 0, 0
     while killed < kills and launches < 2 * kills:
         launches += 1
-        doom = chance.randrange(ranks), chance.random() ** 0.5  # writing comes late
+        doom = chance.randrange(writers), chance.random() ** 0.5  # writing comes late
         reports = spawn(
             fn, folder, steps, *args, *doom, world_size=ranks, check=False, timeout=60
         )
@@ -127,14 +132,15 @@ def test_a_run_whose_saves_were_killed_has_the_curve_of_one_that_was_not(
     name, tmp_path, record_property
 ):
     ranks, layout = LAYOUTS[name]
-    steps = 2 * KILLS + 2
+    kills = ASYNC_KILLS if name == "async" else KILLS
+    steps = 2 * kills + 2
     whole, *_ = spawn(train_and_die, None, steps, layout, world_size=ranks)
     last, *_ = killed_in_a_row(
-        train_and_die, tmp_path / "a", steps, ranks, layout, seed=len(name)
+        train_and_die, tmp_path / "a", steps, ranks, layout, kills=kills, seed=len(name)
     )
     assert (last.losses, last.checksum) == (whole.losses, whole.checksum)
-    assert last.resumed_at >= KILLS  # every launch has come further
-    record_property("kills", KILLS)
+    assert last.resumed_at >= kills  # every launch has come further
+    record_property("kills", kills)
 
 
 def test_a_run_whose_sharded_saves_were_killed_has_the_weights_of_one_that_was_not(

@@ -87,6 +87,7 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     ("--ranks 4 --microbatches 8", "--microbatches has no effect without a pipe"),
     ("--tp 2 --schedule gpipe", "--schedule has no effect without"),
     ("--every 5", "--every has no effect without --checkpoint"),
+    ("--save async", "--save has no effect without --checkpoint"),
     ("--tp 8", "n_head is 12, which 8 ranks cannot share equally"),
     ("--pp 8", "has 8 stages, and the model has 6 layers"),
     ("--pp 4 --schedule interleaved", "'interleaved' on 4 ranks has 8 stages, and th"),

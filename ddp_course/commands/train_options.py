@@ -47,6 +47,7 @@ def check_typed(args: Namespace) -> None:
         ("microbatches", (args.pp or 1) > 1, pipeline),
         ("shard", args.zero == 3, "--zero 3"),
         ("every", args.checkpoint is not None, "--checkpoint"),
+        ("save", args.checkpoint is not None, "--checkpoint"),
         ("experts_per_token", args.experts is not None, "--experts"),
         ("capacity", args.experts is not None, "--experts"),
         ("balance", args.experts is not None, "--experts"),
