@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from ddp_course.checkpoint import Checkpoints
 from ddp_course.data import load_corpus, shard
 from ddp_course.experts.gpt import build_mixture_gpt
+from ddp_course.failures.notice import Notice
 from ddp_course.gpt_config import GPTConfig, MixtureConfig
 from ddp_course.launch import device
 from ddp_course.launch.torchrun import check_alone
@@ -81,6 +83,7 @@ class History:
     per character. `checksum` is `checksum(state)` of the final parameters, and `state`
     holds them, on the CPU, if asked for. `resumed_at` is the number of steps that an
     earlier run had done, and `seconds` the wall time of the steps of this run.
+    `stopped` says that a rank got SIGTERM, so that training ended before the last step.
     """
 
     losses: list[float]
@@ -89,6 +92,7 @@ class History:
     world_size: int
     resumed_at: int = 0
     state: dict[str, Tensor] | None = field(default=None, repr=False)
+    stopped: bool = False
 
 
 def train(
@@ -105,6 +109,7 @@ def train(
     clip: float | None = None,
     checkpoint: str | Path | None = None,
     every: int = Training.every,
+    save: str = Training.save,
     on_step: Callable[[int, float], None] | None = None,
     **layout_options: Any,
 ) -> History:
@@ -115,7 +120,9 @@ def train(
     `experts` each MLP is a mixture of so many (`gpt_config.MixtureConfig`). `clip`
     limits the norm of the whole model's gradient. With a folder `checkpoint`, the run
     resumes from the newest checkpoint in it, and saves one after every `every` steps
-    and at its end. Rank 0 calls `on_step(steps done, loss)`.
+    and at its end; with `save="async"` while it goes on. If then any rank gets SIGTERM,
+    all save after the same step and return early (`History.stopped`). Rank 0 calls
+    `on_step(steps done, loss)`.
 
     Raises ValueError, before any message is sent, for rows that cannot be shared
     equally, an option that does not exist, or processes of a cluster that have not
@@ -126,7 +133,9 @@ def train(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     my_device = device()
     of_experts = experts, experts_per_token, capacity, balance
-    asked = Training(steps, batch_size, "1m", lr, seed, *of_experts, clip, None, every)
+    asked = Training(
+        steps, batch_size, "1m", lr, seed, *of_experts, clip, None, every, save
+    )
     check_fields(asked)
     layout = layout_for(world_size, **layout_options)
     corpus = load_corpus()
@@ -149,34 +158,46 @@ def train(
     for strategy in strategies:
         more |= strategy.states(model)
     has_state = whole_model, whole_optimizer
-    checkpoints = Checkpoints(checkpoint, every, *has_state, settings, more=more)
-    losses = checkpoints.load(steps)  # one for each step that is done
-    resumed_at = len(losses)
+    checkpoints = Checkpoints(
+        checkpoint, every, *has_state, settings, more=more, background=save == "async"
+    )
     share, shares = layout.share(rank)  # ranks with parts of one model: same share
-    start = time.perf_counter()
-    for step in range(resumed_at, steps):
-        batch = corpus.batch(step, batch_size, config.block_size, seed)
-        x, y = (shard(t, share, shares).to(my_device) for t in batch)  # (B/shares, T)
-        optimizer.zero_grad()
-        if "pp" in layout.mesh.axes:
-            with autocast(layout):  # the schedule runs forward and backward
-                loss = model.step(x, y, scaler.factor)
-        else:
-            with autocast(layout):
-                _, loss = model(x, y)
-            loss = loss.mean()  # threads return a loss each
-            scaler.scale(loss).backward()
-        if layout.data_parallel == "average":
-            average_gradients(model)
-        if clip is not None:
-            scaler.unscale_(optimizer)
-            clip_gradients(model, optimizer, clip)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(float(average(loss.detach().float())))
-        checkpoints.save(losses, last=step + 1 == steps)
-        if on_step is not None and rank == 0:
-            on_step(step + 1, losses[-1])
+    stopped = False
+    with Notice() if checkpoint is not None else nullcontext() as notice:
+        losses = checkpoints.load(steps)  # one for each step that is done
+        resumed_at = len(losses)
+        start = time.perf_counter()
+        for step in range(resumed_at, steps):
+            batch = corpus.batch(step, batch_size, config.block_size, seed)
+            # (B/shares, T)
+            x, y = (shard(t, share, shares).to(my_device) for t in batch)
+            optimizer.zero_grad()
+            if "pp" in layout.mesh.axes:
+                with autocast(layout):  # the schedule runs forward and backward
+                    loss = model.step(x, y, scaler.factor)
+            else:
+                with autocast(layout):
+                    _, loss = model(x, y)
+                loss = loss.mean()  # threads return a loss each
+                scaler.scale(loss).backward()
+            if layout.data_parallel == "average":
+                average_gradients(model)
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                clip_gradients(model, optimizer, clip)
+            scaler.step(optimizer)
+            scaler.update()
+            loss = loss.detach().float()
+            if notice is None:
+                losses.append(float(average(loss)))
+            else:
+                losses.append(notice.share(loss, average))
+                stopped = notice.agreed and step + 1 < steps
+                checkpoints.save(losses, last=stopped or step + 1 == steps)
+            if on_step is not None and rank == 0:
+                on_step(step + 1, losses[-1])
+            if stopped:
+                break
     seconds = time.perf_counter() - start
     for strategy in strategies:
         if strategy.finish is not None:  # the ranks' models may differ until here
@@ -184,7 +205,8 @@ def train(
             whole_model = model
     state = {name: value.cpu() for name, value in whole_model.state_dict().items()}
     kept = state if keep_state else None
-    return History(losses, checksum(state), seconds, world_size, resumed_at, kept)
+    digest = checksum(state)
+    return History(losses, digest, seconds, world_size, resumed_at, kept, stopped)
 
 
 def average_gradients(model: nn.Module) -> None:

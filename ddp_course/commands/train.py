@@ -11,7 +11,12 @@ in both cases.
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +41,7 @@ from ddp_course.mechanisms.agreement import agreed
 from ddp_course.train import History, train
 
 DEADLINE = 10**6  # seconds: practically none
+TERMINATED = 128 + signal.SIGTERM  # the exit code after SIGTERM, as in a shell
 
 
 def command(args: Namespace) -> int:
@@ -47,23 +53,46 @@ def command(args: Namespace) -> int:
                 "--ranks cannot be used under torchrun, which sets the number of ranks "
                 "(--nproc-per-node); leave it out"
             )
-        record(_one_of_torchruns_ranks)(settings, args.json)
-        return 0
+        return record(_one_of_torchruns_ranks)(settings, args.json)
     ranks = ranks_of(args)
     try:
         check_alone()
     except ValueError as error:
         raise CommandError(str(error)) from None
-    if ranks == 1:
-        try:
-            history = run(settings)
-        except (CheckpointError, ValueError) as error:
-            raise CommandError(str(error)) from None
-    else:
-        where = {"world_size": ranks, "output": "live", "timeout": DEADLINE}
-        history = spawn(partial(run, settings), **where)[0]
-    write(args.json, contents(history, settings))
+    with _sigterm_exits():
+        if ranks == 1:
+            try:
+                history = run(settings)
+            except (CheckpointError, ValueError) as error:
+                raise CommandError(str(error)) from None
+        else:
+            where = {"world_size": ranks, "output": "live", "timeout": DEADLINE}
+            history = spawn(partial(run, settings), **where)[0]
+    return ended(history, settings, args.json)
+
+
+def ended(history: History, settings: dict[str, Any], file: Path | None) -> int:
+    """Write the loss curve, if all steps are done; return the exit code."""
+    if history.stopped:
+        return TERMINATED
+    write(file, contents(history, settings))
     return 0
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, except while `train` or `spawn` wait to deliver it.
+
+    Without it, Python would end at once, and a shell print "Terminated".
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(settings: dict[str, Any]) -> History:
@@ -71,6 +100,13 @@ def run(settings: dict[str, Any]) -> History:
     history = train(**settings, on_step=Progress(settings["steps"]))
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(summary(history), flush=True)
+        if history.stopped:
+            print(
+                f"stopped by SIGTERM after step {len(history.losses)} of "
+                f"{settings['steps']}, saved in {settings['checkpoint']}; the same "
+                "command goes on from there",
+                flush=True,
+            )
     return history
 
 
@@ -108,15 +144,15 @@ def contents(history: History, settings: dict[str, Any]) -> dict[str, Any]:
     return {**results, "torch": torch.__version__, **settings}
 
 
-def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> None:
-    """Join the other ranks, check that all have the same options, and train."""
+def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> int:
+    """Join the other ranks, check that all have the same options, train; exit code."""
     with cause_first():
         join()
         _agree(settings)
         history = run(settings)
-        if dist.get_rank() == 0:
-            write(file, contents(history, settings))
+        code = ended(history, settings, file if dist.get_rank() == 0 else None)
         leave()
+    return code
 
 
 def _agree(settings: dict[str, Any]) -> None:

@@ -4,4 +4,5 @@ Read the modules in this order:
 
     position     samples that all ranks together have used; resume on other numbers
     async_save   a copy in memory, written by a thread while training goes on
+    notice       SIGTERM, noted by one rank, agreed by all
 """

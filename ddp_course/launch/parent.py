@@ -27,6 +27,7 @@ from ddp_course.launch.scratch import scratch_files
 from ddp_course.launch.transcript import Transcript
 
 GRACE = 0.7  # seconds that the other ranks have to report a failure, too
+LEAVE = 30.0  # seconds that ranks have to end after SIGTERM, as torchrun's agent gives
 TICK = 0.1  # seconds between two looks at the clock and the stop button
 
 
@@ -51,6 +52,7 @@ class Launch:
         self.ranks: list[Rank] = []
         self.transcript = Transcript(job.world_size, job.output)
         self.stopped = False  # by the stop button or Ctrl-C
+        self.terminated = False  # by SIGTERM
         self.labels = cell_labels()
         self.started_at = time.monotonic()
         self.stacks_requested = False
@@ -63,7 +65,7 @@ class Launch:
         call = pack_call(self.job.fn, self.job.args)
         server.warm()
         names = "call", "store", "notes"
-        with self._interrupts_recorded(), scratch_files(*names) as (file, store, notes):
+        with self._signals_recorded(), scratch_files(*names) as (file, store, notes):
             Path(file.path).write_bytes(call)
             calls.allocate(Path(notes.path), self.job.world_size)
             try:
@@ -80,25 +82,31 @@ class Launch:
         return rank_reports
 
     @contextlib.contextmanager
-    def _interrupts_recorded(self) -> Iterator[None]:
-        """Record an interrupt in `self.stopped` instead of raising KeyboardInterrupt.
+    def _signals_recorded(self) -> Iterator[None]:
+        """Record signals instead of ending the launch in the middle of a line.
 
-        Python raises it between any two lines. Raised just after a process was started
-        and before it was recorded, it would leave that process behind. Only the main
+        Python raises KeyboardInterrupt between any two lines. Raised just after a
+        process was started and before it was recorded, it would leave that process
+        behind. SIGTERM is delivered again when all ranks have ended. Only the main
         thread gets signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def record(*_: object) -> None:
-            self.stopped = True
+        def record(number: int, _: object) -> None:
+            self.stopped |= number == signal.SIGINT
+            self.terminated |= number == signal.SIGTERM
 
-        before = signal.signal(signal.SIGINT, record)
+        numbers = signal.SIGINT, signal.SIGTERM
+        before = {number: signal.signal(number, record) for number in numbers}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if self.terminated:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _start(self, **files: object) -> None:
         context = server.context()
@@ -133,8 +141,12 @@ class Launch:
     def _listen(self) -> None:
         """Read the ranks' pipes until all are done, one fails, or time is up."""
         self.started_at = time.monotonic()
-        deadline, failed = self.started_at + self.job.timeout, False
+        deadline = self.started_at + self.job.timeout
+        failed = forwarded = False
         while not (self.stopped or all(rank.report for rank in self.ranks)):
+            if self.terminated and not forwarded:
+                forwarded, deadline = True, min(deadline, time.monotonic() + LEAVE)
+                self._signal_unfinished(signal.SIGTERM)
             if not failed and self._has_failed():
                 failed, deadline = True, min(deadline, time.monotonic() + GRACE)
             left = deadline - time.monotonic()
@@ -207,9 +219,7 @@ class Launch:
         unfinished = [rank for rank in self.ranks if not rank.report]
         if not unfinished:
             return
-        for rank in unfinished:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.process.pid, signal.SIGUSR1)
+        self._signal_unfinished(signal.SIGUSR1)
         deadline = time.monotonic() + 0.5
         received: list[int] = []
         while time.monotonic() < deadline:
@@ -218,6 +228,12 @@ class Launch:
             received = [len(rank.stacks) for rank in unfinished if not rank.report]
             if all(received) and received == before:  # a dump arrives in many pieces
                 break
+
+    def _signal_unfinished(self, number: int) -> None:
+        for rank in self.ranks:
+            if rank.report is None and rank.process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, number)
 
     def _end(self) -> None:
         """Kill all ranks with their children, and read what is left in the pipes."""
