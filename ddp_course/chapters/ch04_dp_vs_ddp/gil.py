@@ -1,9 +1,9 @@
 """The GIL, measured: n threads of one process against n processes, at the same work.
 
 Python's global interpreter lock (全局解释器锁) lets one thread of a process run Python
-at a time. PyTorch lets go of it while an operation computes. So threads help as far as
-the time is spent inside of operations; a model of many tiny ones spends it between
-them. Two extremes:
+at a time. PyTorch releases it while an operation computes. So threads help as far as
+the time is spent inside of operations; a model of many tiny ones asks for the lock
+again every few microseconds. Two extremes:
 
     ManyTinyOperations    a recurrent network, unrolled by a Python loop
     FewLargeProducts      a few products of large matrices
