@@ -26,7 +26,7 @@ from ddp_course.zero import FullyShardedDataParallel
 
 
 def because(reasons: Sequence[tuple], otherwise: str) -> Callable[[Case], str]:
-    """Return a hint: what was returned and expected, and why, if a reason is known."""
+    """Return a function that says what was returned and expected, and why."""
 
     def why(case: Case) -> str:
         args = tuple(case.args.values())
@@ -42,15 +42,15 @@ def because(reasons: Sequence[tuple], otherwise: str) -> Callable[[Case], str]:
 # ---- my_priority ---------------------------------------------------------------------
 
 LINKS = (
-    ([0], [2], 2, "it is there, and fits into one piece"),
-    ([3], [5], 2, "nothing is there before 3, and the last piece is shorter"),
-    ([4, 0], [2, 4], 2, "layer 1 is alone until 4"),
+    ([0], [2], 2, "the gradient is ready at 0, and fits into one piece"),
+    ([3], [5], 2, "nothing is ready before 3, and the last piece is shorter"),
+    ([4, 0], [2, 4], 2, "only layer 1 is ready before 4"),
     ([3, 0], [2, 6], 2, "layer 0 is next from 3 on, behind the piece on the link"),
     ([1, 0], [1, 9], 10, "a whole layer is a piece, too, and layer 0 comes after it"),
-    ([4, 2, 0], [3, 3, 3], 1, "whenever the link is free, the first layer goes on"),
+    ([4, 2, 0], [3, 3, 3], 1, "a free link sends a piece of the first ready layer"),
     ([9, 1, 0], [2, 2, 2], 5, "the link waits until 9 for layer 0"),
-    ([5, 5, 5], [2, 2, 2], 1, "all are there at once, and layer 0 is needed first"),
-    ([2, 1, 0], [4, 0, 2], 3, "there is nothing to send of layer 1"),
+    ([5, 5, 5], [2, 2, 2], 1, "all are ready at once, and forward needs layer 0 first"),
+    ([2, 1, 0], [4, 0, 2], 3, "layer 1 has nothing to send"),
     ([0, 2, 5], [3, 3, 3], 2, "layers can be ready in any order"),
 )
 
@@ -59,13 +59,13 @@ LINKS = (
 def check_my_priority(answer: Answer) -> str:
     """`my_priority(ready, send, piece)`: what is on the link from when to when.
 
-    At which moments is something chosen, and among which layers?
+    At which moments does the link choose, and among which layers?
 
-    As long as something is left: if no layer that is there has any, go to the moment
-    when the next one is there. Otherwise send a piece of the first of them, and go to
-    its end.
+    Repeat until all is sent: if no ready layer has anything left, go to the moment when
+    the next layer is ready. Otherwise send a piece of the first ready layer that has
+    something left, and go to the end of this piece.
     """
-    why = because(LINKS, "the first layer that is there goes on, piece by piece")
+    why = because(LINKS, "the first ready layer is sent, piece by piece")
     hints = {"fits": why, "right": why}
     same_as(answer, solutions.my_priority, _link, cases=120, hints=hints)
     return "120 links of up to 13 layers, ready in any order, and no byte sent twice"
@@ -103,11 +103,11 @@ STEPS = (
 def check_my_least_time(answer: Answer) -> str:
     """`my_least_time(forward, backward, send)`: what no order of sends can beat.
 
-    What must be over before layer c can go forward, in any order, and what comes after?
+    In any order, what must end before layer c's forward, and what comes after it?
 
-    For each layer c: backward from the last layer to c, then the sends of layers 0 to
-    c, none of which can begin earlier, then forward from c to the last layer. The
-    longest of these.
+    For each layer c add up backward from the last layer to c, then the sends of layers
+    0 to c, none of which can begin earlier, then forward from c to the last layer.
+    Return the largest of these sums.
     """
     why = because(STEPS, "the longest of all layers' paths counts")
     hints = {"fits": why, "right": why}
@@ -202,9 +202,9 @@ class _Handle:
 def check_my_late_steps(answer: Answer) -> str:
     """`my_late_steps(layers, optimizers, send)`: all is sent, each layer waits alone.
 
-    How do you get called just before a layer runs, and how only once?
+    How can PyTorch call you just before a layer runs, and only once?
 
-    Send the gradients of a layer, those that there are; keep their handles, and
+    Send the gradients of a layer that are not None; keep their handles, and
     register a forward pre-hook that removes itself, waits for these handles, and lets
     this layer's optimizer step. A function that is called in the loop keeps each
     layer's handles apart.

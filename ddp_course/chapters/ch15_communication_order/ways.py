@@ -19,7 +19,7 @@ LAYOUTS = (  # (name, chapter, axes, what waits, when to take it)
     ("DDP, 32 bits", "05", {"precision": "fp32"}, DDP, "you check something"),
     ("DDP, mixed precision", "12", {}, DDP, "model and states fit on a GPU"),
     ("ZeRO-1", "07", {"zero": 1}, DDP + "; then for weights", "Adam's states are "
-     "too much: it costs nothing more"),
+     "too much: nothing more is sent"),
     ("ZeRO-2", "07", {"zero": 2}, "as ZeRO-1", "gradients are too much, and you do "
      "not accumulate them"),
     ("ZeRO-3, FSDP", "08", {"zero": 3}, "for the weights of every unit, unless "
@@ -36,7 +36,7 @@ LAYOUTS = (  # (name, chapter, axes, what waits, when to take it)
 )  # fmt: skip
 COMPRESSED = (  # name, method, bytes of its memory for each parameter, take it if
     ("8 bits", "int8", 0, "links are slow, whatever you hide"),
-    ("top 1 %", "topk:0.01", 4, "GPUs are few: this is gathered, and grows with them"),
+    ("top 1 %", "topk:0.01", 4, "GPUs are few: the bytes grow with their number"),
     ("PowerSGD", "powersgd:4", 4, "links are slow, and the loss is as good"),
 )
 
@@ -60,14 +60,15 @@ def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
     psi = config.num_parameters
     states, weights = 16 * psi, 2 * psi  # in mixed precision, as chapter 06 counts
     out = max(theory.bytes_sent("broadcast_naive", NODE)) * weights
-    waits, take = "for the first GPU, all the time", "never: DDP is faster at the same"
+    waits = "for the first GPU, all the time"
+    take = "never: DDP keeps the same, and is faster"
     yield "DP, threads of a node", "04", states, out, waits, take
     for name, chapter, axes, waits, take in LAYOUTS:
         keeps, sends, bubble = numbers(config, gpus, rows, **axes)
         yield name, chapter, keeps, sends, waits.format(bubble=float(bubble)), take
     server = theory.server_bytes(gpus, weights) / 1e9
     waits = f"for the server alone, whose link carries {server:,.0f} GB"
-    take = "workers are unequal, or of very many rows few are touched"
+    take = "workers are unequal, or a step touches few of very many rows"
     yield "a server's worker", "13", 2 * weights, weights, waits, take
     with torch.device("meta"):  # shapes alone
         shapes = [parameter.shape for parameter in GPT(config).parameters()]

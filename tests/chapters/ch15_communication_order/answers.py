@@ -73,13 +73,13 @@ ANSWERS = answers(
         return sent
     first_come_first_served: layer 0 is next from 3 on
         ready_layers[0] => min(ready_layers, key=lambda k: (ready[k], -k))
-    before_it_is_there: nothing is there before 3
+    before_it_is_ready: nothing is ready before 3
         and ready[k] <= now =>
     whole_layers: the last piece is shorter
         min(piece, left[layer]) => left[layer]
     interrupts_at_any_moment: fits into one piece
         min(piece, left[layer]) => 1
-    waits_for_all_of_backward: layer 1 is alone until 4
+    waits_for_all_of_backward: only layer 1 is ready before 4
         list(send), 0 => list(send), max(ready)
     last_layers_first: layer 0 is next from 3 on
         ready_layers[0] => ready_layers[-1]
