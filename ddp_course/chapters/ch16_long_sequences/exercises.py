@@ -33,7 +33,7 @@ def check_my_merge(answer: Answer) -> str:
     The new lse is the logarithm of the sum of both exponentials, for which PyTorch has
     a function that does not overflow. A block's output weighs e to the power of its own
     lse less the new one. Where both are minus infinity, that difference is not a
-    number: put 0 in the place of the new lse there.
+    number: subtract 0 instead of the new lse there.
     """
     hints = {"right": _about_merge}
     same_as(answer, solutions.my_merge, _blocks, cases=80, hints=hints)
@@ -96,8 +96,8 @@ def check_my_zigzag(answer: Answer) -> str:
     How many chunks are there, and which of them are a rank's two?
 
     Round the length of a chunk up, so that twice as many chunks as ranks hold all
-    positions. Rank r has the chunk of its own number, and the one that is as far from
-    the end; both are cut off where the sequence ends.
+    positions. Rank r has chunk r from the front and chunk r from the end; both are cut
+    off where the sequence ends.
     """
     hints = {"fits": _about_zigzag, "right": _about_zigzag}
     same_as(answer, solutions.my_zigzag, _sequence, cases=60, hints=hints)
@@ -351,8 +351,8 @@ def check_my_gradient_check(answer: Answer) -> str:
 
     Make one number of the output: the sum of its elements, each with a random weight.
     Go backward. Then, for each tensor, move it alone by a tiny step in a random
-    direction, forth and back: the difference of the two numbers over the distance is
-    what the gradient times the direction, summed, should be. No gradient is a zero.
+    direction, forward and back: the difference of the two numbers over the distance is
+    what the sum of gradient times direction should be. A missing gradient counts as 0.
     """
     same_as(
         answer,
