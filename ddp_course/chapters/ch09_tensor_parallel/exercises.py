@@ -174,7 +174,7 @@ def check_row_linear(answer: Answer) -> str:
     the bias be in the sum?
 
     Multiply your columns of x and of the weight, without a bias. Let g sum that over
-    the ranks. Only then comes the bias.
+    the ranks. Only then add the bias.
     """
     hint = "Each rank has a part of every sum. What has to be added how often?"
     judge_ranks(ROW, _rows, answer, hint=hint)
@@ -281,9 +281,9 @@ def check_vocab_loss(answer: Answer) -> str:
     Three numbers for each token depend on words that other ranks have. Which?
 
     All-reduce each token's highest logit. Subtract it and take exponentials. All-reduce
-    two sums: of the exponentials, and of the target's logit, to which all ranks but one
-    bring 0. The loss is the mean of the one's logarithm less the other. The gradient is
-    the softmax, less 1 at targets that are yours, over the tokens.
+    two numbers: the sum of the exponentials, and the target's logit, for which all
+    ranks but one add 0. A token's loss is the logarithm of the first less the second.
+    Its gradient is the softmax, less 1 at a target of yours, over the number of tokens.
     """
     hint = (
         "Which numbers of the softmax depend on all words? Every rank calls the same "

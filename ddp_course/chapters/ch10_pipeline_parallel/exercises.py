@@ -30,11 +30,11 @@ PIPELINES = ((2, 3), (1, 2), (3, 1), (4, 4), (3, 7), (2, 12))  # stages and micr
 def check_my_gpipe(answer: Answer) -> str:
     """`my_gpipe(num_stages, num_microbatches, rank)`: what a rank does, in order.
 
-    How many forwards and backwards has a rank, and what in their order depends on its
-    stage?
+    How many forwards and backwards does a rank have, and does their order depend on
+    its stage?
 
-    For each microbatch in order an F of your own stage, and after all of them for each
-    microbatch in order a B.
+    Return an F of your own stage for each microbatch in order, then a B for each
+    microbatch in order.
     """
     for p, m in PIPELINES:
         rows = [answer(p, m, rank) for rank in range(p)]
@@ -83,9 +83,9 @@ def check_my_cut(answer: Answer) -> str:
     Suppose that you know where the first stage ends. What question is left?
 
     Try all ways to place the cuts between the layers (`itertools.combinations` has
-    them); the dearest stage of each is a maximum of sums, and you want the smallest
-    maximum. The faster way: the best cut of what begins at layer k into s stages, from
-    the best cuts into s - 1 stages.
+    them); each way's most expensive stage is a maximum of sums; return the way with the
+    smallest maximum. A faster way finds the best cut of the layers from k on into s
+    stages from the best cuts into s - 1 stages.
     """
     hints = {"fits": wrong_cut, "right": wrong_cut}
     same_as(answer, solutions.my_cut, _costs, cases=100, hints=hints)
@@ -172,9 +172,9 @@ def check_my_stage_step(answer: Answer) -> str:
     the input a gradient, and how does backward start in the middle of a network?
 
     Forwards: take the input and let autograd record for it, unless it is tokens;
-    compute; hand on the output, detached; keep both. Then, in the same order, call
-    backward on each kept output with the gradient that comes in, and hand on the
-    gradient of the input.
+    compute; send the output on, detached; keep both. Then, in the same order, call
+    backward on each kept output with its gradient from the next rank, and send the
+    gradient of the input back.
     """
     hint = "Look at what enters the stage, and at what must leave it."
     judge_ranks(STEP, _step_on_rank, answer, hint=hint)
