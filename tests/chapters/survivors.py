@@ -168,5 +168,10 @@ SURVIVORS = {
     ("my_straggler", "for times in starts: "): "a sum in any order",
     ("my_straggler", "0 -> -1 (line 2)"): "every collective has as many ranks",
     ("my_step_time", "max(bucket, "): COMMUTES,
+    ("my_interval", "9 -> "): "the last term of a series moves the interval little",
+    (
+        "my_suspect",
+        "votes == len(row) -> votes >= len(row)",
+    ): "no more votes than ranks",
 }
 REVERSED = "[::-1]"  # where the order does not matter, only this change survives

@@ -1,7 +1,114 @@
 """Answers to the exercises of chapter 19, right ones and wrong ones."""
 
+# ruff: noqa: F401 (the texts use what is imported)
+
+from collections import Counter
+
 from slips import answers
 
 from ddp_course.chapters.ch19_failures import solutions
+from ddp_course.failures.interval import daly, expected_time, young
 
-ANSWERS = answers(solutions, globals())
+ANSWERS = answers(
+    solutions,
+    globals(),
+    my_interval="""
+    interval_by_thirds:
+        mean = one / gpus
+        low, high = 0.0, mean
+        while high - low > 1e-9 * mean:
+            a, b = low + (high - low) / 3, high - (high - low) / 3
+            if expected_time(a, save, mean) < expected_time(b, save, mean):
+                high = b
+            else:
+                low = a
+        return low
+    interval_where_the_slope_is_0:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            x = (low + high) / 2
+            if 1 - x > math.exp(-x - save * gpus / one):
+                low = x
+            else:
+                high = x
+        return low * one / gpus
+    of_one_gpu: one of all GPUs fails far more often
+        one / gpus => one
+    gpus_times_as_long: more GPUs fail more often, not less
+        one / gpus => one * gpus
+    as_young: Young's interval is for saves far shorter than M
+        return math.sqrt(2 * save * one / gpus)
+    with_the_save: without the save itself
+        * series - save => * series
+    with_the_restart: a restart costs as much at any interval
+        mean = one / gpus
+        => mean = one / gpus
+        => save += restart
+    young_with_the_restart: a restart costs as much at any interval
+        return math.sqrt(2 * (save + restart) * one / gpus)
+    a_whole_interval_lost: a failure loses half an interval
+        return math.sqrt(save * one / gpus)
+    always_m: that is M
+        return one / gpus
+    in_minutes: in seconds
+        * series - save => * series / 60 - save / 60
+    half_as_long: it is too short
+        return young(save, one / gpus) / 2
+    twice_as_long: it is too long
+        return 2 * young(save, one / gpus)
+    nothing: expected
+        return None
+    never: seconds above 0
+        return math.inf
+    """,
+    my_suspect="""
+    suspect_by_counting:
+        for k, row in enumerate(digests):
+            if all(own == row[0] for own in row):
+                continue
+            for common in {*row}:
+                if row.count(common) > len(row) / 2:
+                    return [r for r in range(len(row)) if row[r] != common], k
+            return None, k
+        return [], None
+    suspect_by_votes:
+        for k, row in enumerate(digests):
+            others = [r for r, own in enumerate(row) if 2 * row.count(own) <= len(row)]
+            if len({*row}) > 1:
+                return (others if len(others) < len(row) else None), k
+        return [], None
+    unlike_rank_0: nobody can tell
+        [(common, votes)] = Counter(row).most_common(1)
+        => common, votes = row[0], row.count(row[0])
+        if 2 * votes <= len(row):
+        => if False:
+    most_common_is_enough: nobody can tell
+        if 2 * votes <= len(row): => if False:
+    half_is_enough: nobody can tell
+        2 * votes <= => 2 * votes <
+    the_last_comparison: is the first in which some differ
+        enumerate(digests) => reversed([*enumerate(digests)])
+    the_majority: those are the ranks that agree
+        own != common => own == common
+    ranks_from_one: ranks count from 0
+        enumerate(row) => enumerate(row, 1)
+    comparisons_from_one: is the first in which some differ
+        enumerate(digests) => enumerate(digests, 1)
+    the_rank_alone: expected
+        return [rank for rank, own in enumerate(row) if own != common], k
+        => return next(rank for rank, own in enumerate(row) if own != common), k
+    one_of_them: all that differ from the majority
+        return [rank for rank, own in enumerate(row) if own != common], k
+        => return [rank for rank, own in enumerate(row) if own != common][:1], k
+    never_unknown: more than half of the ranks agree
+        if 2 * votes <= len(row): => if True:
+    without_the_comparison: a list of ranks, and the number
+        if own != common], k => if own != common]
+    always_the_first: all ranks always agree
+        return [], None => return [], 0
+    backwards: in the order of ranks
+        own != common], k => own != common][::-1], k
+    everybody_agrees: not all ranks agree
+        return [], None
+    """,
+)

@@ -1,0 +1,75 @@
+"""Replicas compared by digests, to find a rank that computes wrong and does not fail.
+
+After a step of data parallelism all replicas are equal, bit by bit. Comparing them
+whole would send the model; `digest` makes 64 bits of it, which ranks gather every few
+steps. Replicas that differ show a fault of one rank after gradients were averaged. A
+wrong gradient is averaged too, so all replicas are equal and wrong: only losses show
+it. Chapter 19.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    """Return 64 bits of all numbers: one flipped bit surely changes them.
+
+    Each number's bits, as an integer, are multiplied by an odd number for its place,
+    and added modulo 2**64. So numbers that change places are seen, too. (Changes of
+    several bits may cancel each other, by a rare chance.)
+    """
+    total, first = 0, 1
+    for tensor in tensors:
+        flat = tensor.detach().flatten()
+        bits = flat.view(BITS[flat.element_size()]).long()
+        places = torch.arange(first, first + 2 * len(bits), 2, device=bits.device)
+        total += int(torch.dot(bits, places))
+        first += 2 * len(bits)
+    return (total + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
+
+
+def gather_digests(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None
+) -> list[int]:
+    """Return the digests of all ranks' tensors, in rank order, on every rank."""
+    tensors = list(tensors)
+    own = torch.tensor(digest(tensors), device=tensors[0].device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group)
+    return [int(each) for each in found]
+
+
+def suspects(digests: Sequence[int]) -> list[int] | None:
+    """Return the ranks that differ from more than half of all ranks.
+
+    Returns [] if all agree, and None if no digest has more than half of the ranks: then
+    nobody can tell who is right. Two ranks that differ are such a case.
+    """
+    [(common, votes)] = Counter(digests).most_common(1)
+    if 2 * votes <= len(digests):
+        return None
+    return [rank for rank, own in enumerate(digests) if own != common]
+
+
+def first_spike(
+    losses: Sequence[float], times: float = 1.5, window: int = 8
+) -> int | None:
+    """Return the first step whose loss exceeds `times` the median of those before it.
+
+    The median is of the last `window` losses, so that one of them cannot move it far. A
+    loss that is not a number is a spike. Returns None if there is none.
+    """
+    for step in range(1, len(losses)):
+        usual = statistics.median(losses[max(0, step - window) : step])
+        if not losses[step] <= times * usual:
+            return step
+    return None
