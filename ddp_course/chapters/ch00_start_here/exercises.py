@@ -26,7 +26,7 @@ SLICE = {  # property of a slice -> hint
     "tensor": "{got}; expected a tensor, a slice of `batch`.",
     "whole": "a tensor of shape {shape}; expected {expected}: whole rows of `batch`, "
     "so all of dim 1 and a part of dim 0.",
-    "as_many": "{count} rows; expected {each}: all ranks have as many.",
+    "as_many": "{count} rows; expected {each}: all ranks have equally many.",
     "once": "rows {rows}, but a lower rank has row {twice} already: a row that two "
     "ranks use counts twice in the average.",
     "right": "rows {rows}; expected {wanted}, of {dtype} as the batch: the slices of "
@@ -40,8 +40,8 @@ def check_my_slice(answer: Answer) -> str:
 
     If every lower rank has as many rows as you, how many come before yours?
 
-    A rank has the rows of the batch over the number of ranks. Your slice of dim 0
-    begins after `rank` such parts, and ends one part further.
+    Divide the rows of the batch by the number of ranks: that is a part. Your slice of
+    dim 0 begins after `rank` parts, and ends one part further.
     """
     batch = torch.arange(ROWS).repeat_interleave(2).reshape(ROWS, 2)  # row i: (i, i)
     for world_size in (4, 3, 2, 1, 6):

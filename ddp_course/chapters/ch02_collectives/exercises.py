@@ -67,8 +67,8 @@ def check_my_broadcast(answer: Answer) -> str:
     serve first, so that this one can serve most of the others?
 
     A distance goes from the largest power of two below N down to 1, halved in every
-    step. In a step, multiples of twice the distance have the numbers: they send them
-    that far, if there is such a rank, and it receives.
+    step. In a step, the ranks that are multiples of twice the distance have the
+    numbers: each sends them to the rank one distance further, if there is one.
     """
     hint = "Who has the numbers already, and whom does each of them serve next?"
     for n in (2, 3, 4, 5, 8, 1):

@@ -161,8 +161,8 @@ CLUSTERS = {
     (3, 2): (120, torch.float32),
 }
 HIERARCHY = {
-    "right": "has only {parts:.0f} % of the sums: the first number that is not right, "
-    "is {first}. Is `tensor` itself changed? {hint}",
+    "right": "has only {parts:.0f} % of the sums: the first wrong number is "
+    "{first}. Is `tensor` itself changed? {hint}",
     "counted": "has a byte meter that counted nothing; use the collectives of "
     "`ddp_course.collectives`, which it can see.",
     "between_right": "sent {between:.3g} S to other nodes; expected {between_least:g} "
@@ -178,8 +178,8 @@ HIERARCHY = {
 def check_hierarchical_sum(answer: Answer) -> str:
     """`hierarchical_sum(tensor, node, peers)`: the sum over all ranks, in place.
 
-    How much has to leave a node whose ranks have added up theirs? And can each of them
-    take care of a part?
+    How much must leave a node once its ranks have added up their tensors? Can each of
+    these ranks send a part of it?
 
     A reduce-scatter on the node gives each rank the node's sum of its shard. An
     all-reduce among the peers makes it the sum of all nodes. An all-gather on the node

@@ -98,10 +98,10 @@ SENDS = {
 # ---- make_replicas -----------------------------------------------------------------
 
 REPLICAS = {
-    "right": "has {many} wrong: {first}, for one, {how}. Rank 0 has what all "
-    "shall have: parameters, trained or not, and buffers.",
+    "right": "has {many} wrong: {first}, for one, {how}. All ranks must "
+    "get rank 0's parameters, trained or not, and buffers.",
     "in_place": "has another tensor than before as {moved}: an optimizer that was made "
-    "earlier would train the old one. Write into the tensor that is there.",
+    "earlier would train the old one. Write into the old tensor.",
     "learns": "has a model that can no longer be trained as before: has "
     "`requires_grad` changed?",
     **SENDS,
@@ -116,8 +116,8 @@ def check_make_replicas(answer: Answer) -> str:
     come apart again?
 
     For each dtype, flatten its parameters and buffers and join them; broadcast that
-    from rank 0; split it by their lengths; and write each part, in its shape, into the
-    tensor that is there. Do it without recording gradients.
+    from rank 0; split it by their lengths; and write each part, in its shape, into its
+    tensor. Do it without recording gradients.
     """
     judge_ranks(REPLICAS, _replicate, answer, worlds=(2, 4, 3))
     return (
@@ -153,8 +153,8 @@ def _replicate(function: Callable) -> dict[str, Any]:
 # ---- average_gradients_flat --------------------------------------------------------
 
 MEANS = {
-    "there": "has no gradient for {name}: its mean is for all, with zeros from a rank "
-    "that has none for it.",
+    "there": "has no gradient for {name}: all ranks must get its mean, to which a rank "
+    "without a gradient brings zeros.",
     "means": "has {got} as the gradient of {name}; the mean over the ranks is "
     "{wanted}.{more}",
     "frozen": "has a gradient for frozen.weight or frozen.bias, which do not require "
@@ -176,7 +176,7 @@ def check_average_gradients_flat(answer: Answer) -> str:
     one, add up over the ranks once, divide, split by lengths, and write each part into
     its `grad`.
     """
-    hint = "Do all ranks bring as many numbers, in the same order?"
+    hint = "Do all ranks bring equally many numbers, in the same order?"
     judge_ranks(MEANS, _average, answer, worlds=(2, 4, 3, 1), hint=hint)
     return (
         "1 to 4 ranks have the means, of two types, a parameter without a gradient "
@@ -256,8 +256,8 @@ def check_replicas_agree(answer: Answer) -> str:
 
     What is short, and differs as soon as a single bit of the model does?
 
-    Each rank brings the checksum of its `state_dict()`. Gather those of all ranks: they
-    agree if there is only one of its kind among them.
+    Each rank brings the checksum of its `state_dict()`. Gather those of all ranks: the
+    replicas agree if all checksums are equal.
     """
     judge_ranks(AGREE, _agree, answer, worlds=(4, 2, 3))
     return (

@@ -39,7 +39,7 @@ def check_my_bucket_plan(answer: Answer) -> str:
     Leave out what is frozen, empty or a second name, and go through the rest backwards.
     A parameter joins the open bucket of its type; when the bytes in it reach the limit,
     close it: the first limit is the smaller of `first` and `cap`, all later ones `cap`.
-    Close what is left, and sort by the place of each last member.
+    Close what is left, and sort the buckets by the place of their last members.
     """
     models = _models()
     for title, parameters in models.items():

@@ -31,7 +31,7 @@ def check_my_ledger(answer: Answer) -> str:
     Two tensors can share a storage, and a small view keeps a large one. What do you
     count, and how does it count once?
 
-    Three lists: the parameters, their gradients that are there, the tensors in the
+    Three lists: the parameters, their gradients unless None, the tensors in the
     optimizer's dictionaries. For each list, keep the untyped storage of every tensor
     under its address, and add up the bytes of what you have kept.
     """
@@ -164,7 +164,7 @@ BATCH = {
 def check_largest_batch(answer: Answer) -> str:
     """`largest_batch(config, memory)`: the most rows with which forward fits.
 
-    What is there however many rows come, and what comes with every row?
+    Which bytes do not depend on the number of rows, and which does every row add?
 
     From the memory take 12 bytes for each parameter: itself and two states. Divide what
     is left by the activations of one row: this chapter's formula of a block, times the
@@ -234,7 +234,7 @@ def check_step_in_backward(answer: Answer) -> str:
     that moment, with an optimizer of which size?
 
     Make an optimizer for every parameter that is trained, once. In the hook after
-    accumulation let that parameter's optimizer step, and then let go of its gradient.
+    accumulation let that parameter's optimizer step, then set its gradient to None.
     """
     for name, make in MAKERS.items():
         wanted, _ = _train(make, None)

@@ -22,9 +22,10 @@ def check_my_pieces(answer: Answer) -> str:
 
     Where does your shard begin and end in the long row, and where does parameter k?
 
-    A shard has the sum of all lengths over the ranks, rounded up. Go along the row and
-    note where each parameter begins. Your piece of it is where both intervals overlap,
-    less that beginning; leave it out if it is empty.
+    Divide the sum of all lengths by the number of ranks, and round up: that is the
+    length of a shard. Go along the row and note where each parameter begins. Your piece
+    of it is where both intervals overlap, less that beginning; leave it out if it is
+    empty.
     """
     hints = {"fits": wrong_pieces, "right": wrong_pieces}
     same_as(answer, solutions.my_pieces, _row, cases=200, hints=hints)
@@ -174,7 +175,7 @@ def check_clip_shards(answer: Answer) -> str:
 
     Add up the squares of your shards, in float32, and then over the ranks; a rank
     without shards brings 0. The root is the norm. Where it is above `max_norm`,
-    multiply all your shards, in place, by what brings it down to that.
+    multiply all your shards, in place, by `max_norm` divided by the norm.
     """
     same_on_ranks(
         *(answer, solutions.clip_shards, _shards),
