@@ -173,5 +173,21 @@ SURVIVORS = {
         "my_suspect",
         "votes == len(row) -> votes >= len(row)",
     ): "no more votes than ranks",
+    ("my_diagnosis", "for rank, (_, group) in last.items(): come = "): ORDER,
+    (
+        "my_diagnosis",
+        "for rank, (_, group) in last.items(): come = [[g for _, g in calls[pee -> for "
+        "rank, (_, group) in list(last.items())[:2]",
+    ): "of two ranks that wait, one waits for the cause",
+    ("my_diagnosis", "for r in range(len(where)) if "): ORDER,
+    ("my_diagnosis", "for member in members -> "): ORDER,
+    ("my_diagnosis", "for member in members if "): ORDER,
+    ("my_diagnosis", "for _, group in waits -> "): ORDER,
+    ("my_diagnosis", "for _, group in last.values() -> "): "several ranks wait in the "
+    "smallest group, or one that is also alone among all ranks",
+    ("my_diagnosis", "where[peer] == 'returned' -> where[peer] >= "): "no place comes "
+    "after it in the alphabet",
+    ("my_diagnosis", "where -> calls (line 4)"): "both lists are equally long",
+    ("my_diagnosis", "for _, g in calls[peer] -> "): ORDER,
 }
 REVERSED = "[::-1]"  # where the order does not matter, only this change survives

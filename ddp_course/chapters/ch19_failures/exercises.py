@@ -144,3 +144,101 @@ def _about_suspect(case: Case) -> str:
 
 
 # ---- my_diagnosis --------------------------------------------------------------------
+
+
+@exercise("my_diagnosis", solution=solutions.my_diagnosis)
+def check_my_diagnosis(answer: Answer) -> str:
+    """`my_diagnosis(calls, where)`: the cause of a hang, and the rank that caused it.
+
+    A rank that waits is a victim. For whom does it wait: who of its group has made
+    fewer calls in this group?
+
+    If a rank of the group is behind, and neither in a collective nor in recv, it is the
+    cause. If nobody is, all stand in collectives: compare the last calls of the ranks
+    of the smallest group, of which one differs, by its name or by its group.
+    """
+    hints = {"fits": _about_diagnosis, "right": _about_diagnosis}
+    same_as(answer, solutions.my_diagnosis, _hang, cases=80, hints=hints)
+    return "80 hangs of 4 to 8 ranks, with groups and ranks that only look odd"
+
+
+CAUSES = "skipped", "order", "stuck", "left"
+NAMES = "all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter"
+
+
+def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
+    """Draw some steps that went well, and a step that hangs."""
+    r, cause = d.same, CAUSES[d.case % 4]
+    world = tuple(range(r.randint(4, 8)))
+    part = tuple(sorted(r.sample(world, r.randint(3, len(world) - 1))))
+    calls: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in world]
+
+    def call(group: tuple[int, ...], name: str, but: int = -1) -> None:
+        for rank in group:
+            if rank != but:
+                calls[rank].append((name, group))
+
+    pair = tuple(sorted(r.sample(world, 2)))  # whose calls count for no other group
+    for _ in range(r.randint(0, 6)):
+        call(r.choice([world, part, pair]), r.choice(NAMES))
+    where = ["collective" for _ in world]
+    group = part if cause == "order" else r.choice([world, part])
+    odd = r.choice(group)
+    name, other = r.sample(NAMES, 2)
+    outside = [rank for rank in world if rank not in group]
+    if cause == "order" and r.random() < 0.5:  # the odd rank alone is in the other one
+        call(part, name, but=odd)
+        for rank in (odd, *outside):
+            calls[rank].append((r.choice([name, other]), world))
+        return calls, where
+    if cause == "order":
+        calls[odd].append((name, part))
+        outside += [rank for rank in part if rank != odd]
+    else:
+        call(group, name, but=odd)
+    if cause == "skipped":
+        calls[odd].append((other, group))
+    if cause in ("stuck", "left"):
+        where[odd] = "code" if cause == "stuck" else "returned"
+        one, waits, *_ = r.sample(
+            [rank for rank in group if rank != odd], len(group) - 1
+        )
+        place = r.choice(["collective", "recv", "code", "returned"])
+        where[one] = place
+        if place == "recv":  # a message that the odd rank has not sent
+            calls[one].pop()
+        if outside and r.random() < 0.5:  # one waits for a rank that waits
+            far = outside.pop()
+            calls[far].append((other, tuple(sorted([far, waits]))))
+    if cause in ("skipped", "order") or r.random() < 0.3:  # the others wait for these
+        for rank in outside:
+            calls[rank].append((other, world))
+    else:  # nobody waits for the others
+        for rank in outside:
+            where[rank] = r.choice(["returned", "code"])
+    return calls, where
+
+
+def _about_diagnosis(case: Case) -> str:
+    (cause, rank), got, where = case.wanted, case.got, case.args["where"]
+    places = "; ".join(f"rank {r} {place}" for r, place in enumerate(where))
+    found = f"for {places}: returned {shown(got)}; expected {shown(case.wanted)}"
+    if not isinstance(got, (tuple, list)) or len(got) != 2:
+        return f"{found}: a cause and a rank."
+    if [*got] == [rank, cause]:
+        return f"{found}: the cause, then the rank."
+    if got[0] not in CAUSES:
+        return f"{found}: a cause is one of {', '.join(CAUSES)}."
+    if got[1] == rank and {got[0], cause} == {"skipped", "order"}:
+        return f"{found}: in one group a call was skipped; two groups are an order."
+    if got[1] == rank:
+        return f"{found}: look where this rank stands."
+    if not isinstance(got[1], int) or got[1] not in range(len(where)):
+        return f"{found}: ranks are 0 to {len(where) - 1}."
+    if where[got[1]] == "recv":
+        return f"{found}: a rank in recv waits for a message, as a victim."
+    if where[got[1]] in ("returned", "code"):
+        return f"{found}: nobody waits for rank {got[1]}; look at the groups."
+    if cause in ("stuck", "left"):
+        return f"{found}: rank {got[1]} waits; for whom?"
+    return f"{found}: which rank of the smallest group differs from the others?"

@@ -38,3 +38,23 @@ def my_suspect(
 
 
 # ---- my_diagnosis --------------------------------------------------------------------
+
+
+def my_diagnosis(
+    calls: Sequence[Sequence[tuple[str, tuple[int, ...]]]], where: Sequence[str]
+) -> tuple[str, int]:
+    """Look for a rank that others wait for; if all have come, for one that differs."""
+    last = {r: calls[r][-1] for r in range(len(where)) if where[r] == "collective"}
+    for rank, (_, group) in last.items():
+        come = [[g for _, g in calls[peer]].count(group) for peer in group]
+        for peer, number in zip(group, come, strict=True):
+            if number < come[group.index(rank)]:
+                if where[peer] == "code":
+                    return "stuck", peer
+                if where[peer] == "returned":
+                    return "left", peer
+    members = min((group for _, group in last.values()), key=len)
+    waits = [last[member] for member in members]
+    odd = next(member for member in members if waits.count(last[member]) == 1)
+    groups = {group for _, group in waits}
+    return ("skipped" if len(groups) == 1 else "order"), odd

@@ -111,4 +111,83 @@ ANSWERS = answers(
     everybody_agrees: not all ranks agree
         return [], None
     """,
+    my_diagnosis="""
+    diagnosis_by_sets:
+        waiting = [r for r, place in enumerate(where) if place == "collective"]
+        behind = set()
+        for r in waiting:
+            group = calls[r][-1][1]
+            number = sum(g == group for _, g in calls[r])
+            for p in group:
+                if sum(g == group for _, g in calls[p]) < number:
+                    behind.add(p)
+        for r in sorted(behind):
+            if where[r] in ("code", "returned"):
+                return "stuck" if where[r] == "code" else "left", r
+        groups = sorted({calls[r][-1][1] for r in waiting}, key=len)
+        ends = Counter(calls[r][-1] for r in groups[0])
+        (rare,) = [call for call, number in ends.items() if number == 1][:1]
+        (odd,) = [r for r in groups[0] if calls[r][-1] == rare]
+        return "order" if len({g for _, g in ends}) > 1 else "skipped", odd
+    diagnosis_by_majority:
+        for r, place in enumerate(where):
+            if place in ("code", "returned"):
+                for p, at in enumerate(where):
+                    group = calls[p][-1][1] if at == "collective" else ()
+                    number = {q: [g for _, g in calls[q]].count(group) for q in (p, r)}
+                    if r in group and number[r] < number[p]:
+                        return {"code": "stuck", "returned": "left"}[place], r
+        group = min((c[-1][1] for c in calls), key=len)
+        ends = [calls[r][-1] for r in group]
+        usual = max(ends, key=ends.count)
+        odd = [r for r in group if calls[r][-1] != usual][0]
+        return ["order", "skipped"][calls[odd][-1][1] == usual[1]], odd
+    rank_first: the cause, then the rank
+        return "stuck", peer
+        => return peer, "stuck"
+        return "left", peer
+        => return peer, "left"
+        return ("skipped" if len(groups) == 1 else "order"), odd
+        => return odd, ("skipped" if len(groups) == 1 else "order")
+    cause_alone: a cause and a rank
+        return ("skipped" if len(groups) == 1 else "order"), odd
+        => return "skipped" if len(groups) == 1 else "order"
+    another_word: a cause is one of skipped, order, stuck, left
+        "skipped" if => "skip" if
+    stuck_and_left_swapped: look where this rank stands
+        return "stuck", peer
+        => return "?", peer
+        return "left", peer
+        => return "stuck", peer
+        return "?", peer
+        => return "left", peer
+    always_skipped: two groups are an order
+        ("skipped" if len(groups) == 1 else "order") => "skipped"
+    whoever_returned: nobody waits for rank
+        for rank, (_, group) in last.items():
+        => for rank, place in enumerate(where):
+        =>     if place in ("code", "returned"):
+        =>         return ("left" if place == "returned" else "stuck"), rank
+        => for rank, (_, group) in last.items():
+    whoever_receives: a rank in recv waits for a message
+        if where[peer] == "code":
+        => if where[peer] in ("code", "recv"):
+    the_victim: waits; for whom?
+        return "stuck", peer => return "stuck", rank
+        return "left", peer => return "left", rank
+    ranks_from_1: expected
+        return "stuck", peer => return "stuck", peer + 1
+        return "left", peer => return "left", peer + 1
+        else "order"), odd => else "order"), odd + 1
+    the_usual_one: which rank of the smallest group differs
+        .count(last[member]) == 1 => .count(last[member]) != 1
+    of_all_ranks: expected
+        members = min((group for _, group in last.values()), key=len)
+        => members = list(last)
+        next(member for member in members if waits.count(last[member]) == 1)
+        => min(members, key=lambda member: waits.count(last[member]))
+    all_calls_counted: expected
+        come = [[g for _, g in calls[peer]].count(group) for peer in group]
+        => come = [len(calls[peer]) for peer in group]
+    """,
 )
