@@ -1,0 +1,152 @@
+"""Two emulated nodes for chapter 19: two agents of torchrun on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from ddp_course.chapters.ch19_failures import elastic_script
+from ddp_course.launch.rendezvous import loopback_interface
+
+# torchrun waits 30 s for more nodes, and 15 s before it believes that one is dead.
+QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+class Nodes:
+    """Agents of torchrun by the names of their nodes; they share a folder."""
+
+    def __init__(self, folder: Path, timeout: float) -> None:
+        self.folder, self.deadline = folder, time.monotonic() + timeout
+        self.agents: dict[str, subprocess.Popen] = {}
+        self.endpoint = f"127.0.0.1:{_free_port()}"
+        self._seen = 0
+
+    def start(self, name: str) -> None:
+        """Start a node; node "a" is where all nodes meet."""
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2"),
+            *("--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}"),
+            *("--rdzv-id=chapter19", "--local-addr=127.0.0.1"),
+            f"--rdzv-conf=is_host={int(name == 'a')},{QUICK}",
+            *(elastic_script.__file__, str(self.folder)),
+        ]
+        more = {"NODE": name, "OMP_NUM_THREADS": "1"}
+        more["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        # Otherwise the store's address is published in the first round only, and a node
+        # that comes later waits 60 s for it and fails, with all others (torch 2.13).
+        more["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.agents[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **more}
+            )
+
+    def allow(self, steps: int) -> None:
+        """Let the ranks train until `steps` steps are done, and no further."""
+        unfinished = self.folder / "allowed.new"
+        unfinished.write_text(str(steps))
+        unfinished.replace(self.folder / "allowed")
+
+    def kill(self, name: str) -> None:
+        """Let a node die: its agent first, or it would restart the rank."""
+        [pid] = {s["pid"] for s in self.starts()[-2:] if s["NODE"] == name}
+        self.agents[name].kill()
+        self.agents.pop(name).wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def starts(self) -> list[dict]:
+        """Return the place of every rank that has started so far."""
+        path = self.folder / "starts"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def next_ranks(self, world_size: int) -> list[dict]:
+        """Wait until `world_size` ranks of one group have started; return them."""
+
+        def last() -> list[dict]:
+            found = self.starts()[self._seen :][-world_size:]
+            right = all(int(each["WORLD_SIZE"]) == world_size for each in found)
+            nodes = {each["NODE"] for each in found}
+            return found if right and len(nodes) == world_size else []
+
+        found = self.wait_for(last, f"{world_size} ranks")
+        self._seen = len(self.starts())
+        return sorted(found, key=lambda each: each["NODE"])
+
+    def steps(self) -> int:
+        """Return how many steps the checkpoint has."""
+        path = self.folder / "checkpoint.pt"
+        return len(torch.load(path)["record"]["losses"]) if path.exists() else 0
+
+    def wait_for(self, condition: Callable, name: str) -> object:
+        """Return the condition's value as soon as it is true; raise when it is late."""
+        while not (value := condition()):
+            ended = [agent for agent in self.agents.values() if agent.poll()]
+            if ended or time.monotonic() > self.deadline:
+                logs = [path.read_text() for path in self.folder.glob("*.log")]
+                why = "an agent failed" if ended else "the deadline passed"
+                raise RuntimeError(f"{why} before {name}:\n" + "\n".join(logs)[-3000:])
+            time.sleep(0.05)
+        return value
+
+
+@contextlib.contextmanager
+def nodes(folder: Path, timeout: float) -> Iterator[Nodes]:
+    """Start no node yet; end all nodes, and their ranks, when the block ends."""
+    found = Nodes(folder, timeout)
+    try:
+        yield found
+    finally:
+        for agent in found.agents.values():
+            agent.terminate()  # an agent passes the signal on to its ranks
+        for agent in found.agents.values():
+            try:
+                agent.wait(10)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+
+def leave_and_return(folder: Path, timeout: float = 120) -> tuple[list, dict]:
+    """Let node b die after 4 steps of 12, and come back after 8.
+
+    Returns, for each of the three phases, the ranks' places as torchrun passed them;
+    and the record of the last checkpoint.
+    """
+    with nodes(folder, timeout) as both:
+        both.allow(0)
+        both.start("a")
+        both.start("b")
+        phases = [both.next_ranks(2)]
+        both.allow(4)
+        both.wait_for(lambda: both.steps() == 4, "step 4")
+        both.kill("b")
+        both.allow(8)  # now rank 0 of node a communicates, and fails
+        phases.append(both.next_ranks(1))
+        both.wait_for(lambda: both.steps() == 8, "step 8")
+        both.start("b")
+        phases.append(both.next_ranks(2))
+        both.allow(12)
+        for agent in both.agents.values():
+            both.wait_for(lambda agent=agent: agent.poll() is not None, "the end")
+    return phases, torch.load(folder / "checkpoint.pt")["record"]
+
+
+def _free_port() -> int:
+    """Return a free port that Linux gives nobody who asks for any port."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_768):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port from 20000 to 32767 is free")
