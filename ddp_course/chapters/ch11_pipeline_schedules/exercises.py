@@ -26,9 +26,9 @@ def check_my_one_f_one_b(answer: Answer) -> str:
 
     How many microbatches may be in flight on rank r, and which action makes them fewer?
 
-    Count forwards and backwards so far. As long as there are forwards left and fewer in
-    flight than ranks from here to the last one, this one included, take a forward,
-    otherwise a backward.
+    Count the forwards and backwards so far. While forwards are left, and fewer
+    microbatches are in flight than num_ranks - rank, take a forward; otherwise take a
+    backward.
     """
     for p, m in SHAPES:
         rows = []
@@ -123,10 +123,10 @@ def check_who_waits(answer: Answer) -> str:
     Time does not matter. What can each rank do now, and when does nothing change any
     more?
 
-    Keep what is done, and a place in each row. Let every rank go on while its next
-    action has what it needs: an F the same microbatch's F one stage below; a B its own
-    F, and the B one stage above unless it is the last stage. Go round until nobody
-    moves: who has not come to the end stands there.
+    Keep the set of finished actions, and a place in each row. Let every rank go on
+    while its next action can run: an F needs the same microbatch's F one stage below; a
+    B needs its own F, and the B one stage above unless it is the last stage. Repeat
+    until no rank moves: a rank that is not at its end waits there for ever.
     """
     count = 0
     for title, rows in _schedules():

@@ -36,11 +36,11 @@ BITS = {
 def check_from_bits(answer: Answer) -> str:
     """`from_bits(sign, exponent, fraction)`: the number that these bits mean.
 
-    What are the two exponents that mean something else than all the others?
+    Which two exponents mean something else than all the others?
 
-    Read both parts as whole numbers, the fraction over two to its length. The bias is
-    what an exponent of a 0 and ones is, as a number. All zeros: no leading one, and the
-    power that the smallest exponent above has. All ones: inf, or nan.
+    Read both parts as whole numbers, and divide the fraction by two to the power of its
+    length. The bias is the number whose bits are a 0 and then ones. An exponent of all
+    zeros has no leading one, and the same power as exponent 1. All ones: inf, or nan.
     """
 
     def why(case: Case) -> str:
@@ -157,8 +157,8 @@ def check_next_scale(answer: Answer) -> str:
 
     When does the count of clean steps begin anew?
 
-    After an inf: half the scale, and nothing counts any more. Otherwise this step
-    counts, too; if that makes the interval full, twice the scale, and count from 0.
+    After an inf: half the scale, and a count of 0. Otherwise add 1 to the count; if it
+    reaches the interval, twice the scale, and a count of 0.
     """
 
     def why(case: Case) -> str:
