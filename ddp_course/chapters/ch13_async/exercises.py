@@ -59,7 +59,7 @@ RECORDS = {  # records that show a mistake best come first
 def check_my_staleness(answer: Answer) -> str:
     """`my_staleness(record)`: how many updates each gradient comes too late.
 
-    Of what must you take note when a worker pulls, and what changes with every push?
+    What must you note when a worker pulls, and what changes with every push?
 
     Count the pushes so far: that is the version of the weights. At a pull, note the
     version for this worker; at a push, the version minus what was noted.
@@ -103,10 +103,11 @@ class Gradients:
 def check_my_replay(answer: Answer) -> str:
     """`my_replay(record, weights, gradient, lr)`: the weights after it, bit by bit.
 
-    With which weights has a worker computed what it pushes?
+    With which weights has a worker computed the gradient that it pushes?
 
     At a pull, copy the weights for this worker (`clone()`: a second name for the same
-    tensor changes with it); at a push, take lr times the gradient of that copy off.
+    tensor changes with it). At a push, compute the gradient with that copy, and
+    subtract lr times the gradient from the weights.
     """
     hints = {
         "in_place": wrong_calls,
@@ -156,7 +157,8 @@ def check_my_may_begin(answer: Answer) -> str:
 
     By how much is a worker ahead, and of whom?
 
-    Its clock minus the smallest of all clocks; that may be `bound`, and no more.
+    Subtract the smallest of all clocks from its clock: it may be ahead by up to
+    `bound`.
     """
 
     def why(case: Case) -> str:
@@ -206,17 +208,18 @@ SERVER = MESSAGES | {
 
 @exercise("my_server", solution=solutions.my_server)
 def check_my_server(answer: Answer) -> str:
-    """`my_server(weights, lr, pushes)`: receive, update, answer, whoever comes.
+    """`my_server(weights, lr, pushes)`: step with each gradient, answer its worker.
 
-    From which rank do you receive, if you cannot know who comes next?
+    You cannot know which worker pushes next. From which rank do you receive?
 
-    `dist.recv(tensor)` without a rank takes a message from any, and returns from which.
-    Then update the weights in place, and send them to that rank.
+    Repeat `pushes` times: `dist.recv(gradient)` without a rank takes a gradient from
+    any rank, and returns the number of that rank. Step the weights with the gradient,
+    in place, and send them to that rank.
     """
     hint = (
-        "The server receives `pushes` gradients, no more and no fewer, from whoever "
-        f"comes: rank {SLOW} comes last, when all others have been served {TURNS} "
-        "times. It answers each before it receives the next, and the last one, too."
+        "The server receives `pushes` gradients, no more and no fewer, from any rank: "
+        f"rank {SLOW} pushes last, after each other rank has had {TURNS} answers. The "
+        "server answers each before it receives the next, and the last one, too."
     )
     judge_ranks(SERVER, _serve, answer, worlds=(3, 2, 4), hint=hint)
     return "one to three workers, one late: every push used once, and answered at once"

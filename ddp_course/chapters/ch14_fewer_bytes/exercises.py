@@ -186,7 +186,7 @@ GRADIENTS = (  # (shape, number of largest elements to send)
 def check_my_topk_mean(answer: Answer) -> str:
     """`my_topk_mean(gradient, k)`: the mean of every rank's k largest numbers.
 
-    Every rank has chosen other places. What must be told beside the numbers themselves?
+    Every rank has chosen other places. What must travel beside the numbers themselves?
 
     All-gather the k places of each rank, and its k values in the same order. Begin with
     zeros, add each rank's values at its places, and divide by the number of ranks. A
@@ -260,11 +260,11 @@ def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
 def check_my_outer_step(answer: Answer) -> str:
     """`my_outer_step(common, replicas, momentum, lr, mu)`: DiLoCo's outer step.
 
-    If you took the way that the replicas have gone for a gradient, which sign has it?
+    Which sign must the replicas' mean change have, to be used as a gradient?
 
     The gradient is the common point minus the mean of the replicas. The momentum
-    becomes mu times itself, plus that. Then go lr times (gradient plus mu times the new
-    momentum) against it. All of it in place, for each tensor.
+    becomes mu times itself, plus the gradient. Then subtract lr times (the gradient
+    plus mu times the new momentum) from the common point. Change tensors in place.
     """
     hints = {
         "kept": "changed the replicas; leave them as they are.",
