@@ -22,7 +22,7 @@ from ddp_course.launch import LaunchError, here, spawn
 
 KEYS = ["bench", "case", "variant", "beside", "metric", "ours", "theirs", "ratio"]
 NAMES = ["all-reduce", "async", "attention", "compression", "ddp", "experts"]
-NAMES += ["launch", "order", "pp", "precision", "predict", "tp", "zero"]
+NAMES += ["interval", "launch", "order", "pp", "precision", "predict", "tp", "zero"]
 
 
 # ---- the loop ------------------------------------------------------------------------

@@ -14,6 +14,7 @@
     async_          a parameter server beside its formulas, bare messages and rpc
     order           priority over our DDP on slow links, beside a simulation
     precision       a training step in 16 bits, ours beside PyTorch's
+    interval        time lost to saves and failures, at several intervals
     predict         a step of twenty layouts, beside what is predicted of it
     compression     a training step that sends gradients in fewer bytes
     launch          `spawn` beside `torch.multiprocessing.spawn`

@@ -11,11 +11,14 @@ from __future__ import annotations
 import math
 import os
 import signal
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -110,19 +113,36 @@ def times_to_failure(count: int, mean: float, dice: Random) -> list[float]:
     return [-mean * math.log1p(-share) for share in shares]
 
 
-def killed_run(interval: float, failures: int, folder: str, seed: int = 0) -> KilledRun:
-    """Train in `folder` until ranks have been killed `failures` times."""
+def killed_runs(
+    intervals: Sequence[float], failures: int, seed: int = 0
+) -> dict[float, KilledRun]:
+    """Run a training for each interval, until its ranks were killed `failures` times.
+
+    All trainings have the same failures. They take turns, so that a busy moment of the
+    machine disturbs all of them.
+    """
     dice = Random(seed)
     times = times_to_failure(failures, MEAN, dice)
-    for seconds in times:
-        victim = dice.randrange(RANKS)
-        reports = spawn(
-            run_until_killed, folder, interval, victim, seconds,
-            world_size=RANKS, check=False, output="none",
-        )  # fmt: skip
-        if reports[victim].status != "killed":
-            raise RuntimeError(f"rank {victim} was not killed: {reports[victim].line}")
-    return KilledRun(sum(times), load(Path(folder, "checkpoint.pt")))
+    with TemporaryDirectory() as above:
+        folders = {interval: tempfile.mkdtemp(dir=above) for interval in intervals}
+        for seconds in times:
+            victim = dice.randrange(RANKS)
+            for interval, folder in folders.items():
+                run_once(folder, interval, victim, seconds)
+        return {
+            interval: KilledRun(sum(times), load(Path(folder, "checkpoint.pt")))
+            for interval, folder in folders.items()
+        }
+
+
+def run_once(folder: str, interval: float, victim: int, seconds: float) -> None:
+    """Start ranks that continue from the folder's checkpoint, until one is killed."""
+    reports = spawn(
+        run_until_killed, folder, interval, victim, seconds,
+        world_size=RANKS, check=False, output="none",
+    )  # fmt: skip
+    if reports[victim].status != "killed":
+        raise RuntimeError(f"rank {victim} was not killed: {reports[victim].line}")
 
 
 def undisturbed(steps: int) -> Tensor:

@@ -15,7 +15,7 @@ from ddp_course.failures.killed import (
     SAVE,
     KilledRun,
     Progress,
-    killed_run,
+    killed_runs,
     load,
     save,
     times_to_failure,
@@ -24,8 +24,8 @@ from ddp_course.failures.killed import (
 from ddp_course.launch import spawn
 
 
-def test_a_killed_training_goes_on_bit_by_bit(tmp_path):
-    run = killed_run(0.05, 3, str(tmp_path))
+def test_a_killed_training_goes_on_bit_by_bit():
+    [run] = killed_runs([0.05], 3).values()
     assert run.kept.step > 5
     assert torch.equal(run.kept.weights, undisturbed(run.kept.step))
     assert not torch.equal(run.kept.weights, undisturbed(run.kept.step - 1))

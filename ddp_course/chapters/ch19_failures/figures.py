@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ddp_course.chapters.ch19_failures.batches import BATCH, ROWS, Curve
+from ddp_course.failures.digests import suspects
+from ddp_course.failures.interval import daly, expected_time
+from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.plots import GRID, LOOKS, Drawn, canvas, plot
-from ddp_course.lab.palette import MUTED
+from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE, WHOLE, rank_color
 
 # ---- lost time over the checkpoint interval ------------------------------------------
+
+
+@plot
+def lost_time(measured: Mapping[float, float], save: float, mean: float) -> Drawn:
+    """Draw lost time against the interval: the formula, and measured points.
+
+    `measured` maps an interval to the seconds per second of work; intervals, `save`
+    and `mean` are in seconds.
+    """
+    figure, axes = canvas((7, 3.4))
+    best = daly(save, mean)
+    factors = [2 ** (k / 8) for k in range(-20, 21)]
+    lost = [100 * (expected_time(best * f, save, mean) - 1) for f in factors]
+    axes.plot(factors, lost, color=INK, label="expected")
+    points = [(work / best, 100 * (times - 1)) for work, times in measured.items()]
+    axes.plot(*zip(*points, strict=True), "o", color=INK, label="ranks killed")
+    axes.set(xscale="log", xlabel="work between saves, over Daly's interval")
+    axes.set_xticks([1 / 4, 1 / 2, 1, 2, 4], ["¼", "½", "1", "2", "4"])
+    axes.minorticks_off()
+    axes.set(ylabel="lost time [% of work]", ylim=(0, None))
+    axes.grid(axis="y", **GRID)
+    axes.legend()
+    words = "; ".join(f"{x:g} times Daly's: {percent:.0f} %" for x, percent in points)
+    return figure, f"Lost time against the checkpoint interval. Measured: {words}."
 
 
 # ---- loss curves after an incomplete checkpoint --------------------------------------
@@ -39,3 +66,47 @@ def loss_over_rows(curves: Mapping[str, Curve]) -> Drawn:
 
 
 # ---- digests -------------------------------------------------------------------------
+
+CELL_W, CELL_H, NAMES_W = 44, 20, 190
+
+
+def digest_table(runs: Mapping[str, Mapping[int, Sequence[int]]]) -> Drawing:
+    """Draw which ranks agree in each comparison: {fault: {step: digests of ranks}}."""
+    ranks = len(next(iter(next(iter(runs.values())).values())))
+    steps = [*next(iter(runs.values()))]
+    found = {
+        fault: [(rank, step) for step in rows for rank in suspects(rows[step]) or ()]
+        for fault, rows in runs.items()
+    }
+    words = "; ".join(
+        f"{fault}: rank {pairs[0][0]} from step {pairs[0][1]} on" if pairs
+        else f"{fault}: none"
+        for fault, pairs in found.items()
+    )  # fmt: skip
+    block = ranks * CELL_H + 16
+    d = Drawing(
+        NAMES_W + CELL_W * len(steps) + 20,
+        56 + block * len(runs),
+        title="Digests of replicas, compared",
+        description=f"Ranks that differ from the majority. {words}.",
+    )
+    d.text(NAMES_W - 10, 34, "before step", size=12, anchor="end", fill=MUTED)
+    for column, step in enumerate(steps):
+        d.text(NAMES_W + CELL_W * (column + 0.5), 34, str(step), size=12)
+    for k, fault in enumerate(runs):
+        top = 46 + k * block
+        d.text(12, top + CELL_H * ranks / 2 + 4, fault, size=13, anchor="start")
+        for rank in range(ranks):
+            y = top + rank * CELL_H
+            d.text(NAMES_W - 10, y + 14, f"rank {rank}", size=11, anchor="end")
+            for column, step in enumerate(steps):
+                x = NAMES_W + column * CELL_W
+                if (rank, step) in found[fault]:
+                    fill = rank_color(rank)
+                    d.block(x, y, CELL_W, CELL_H, "≠", fill=fill, radius=0)
+                else:
+                    look = {"fill": WHOLE, "stroke": PANEL_EDGE}
+                    d.rect(x, y, CELL_W, CELL_H, **look)
+                if suspects(runs[fault][step]) is None:
+                    d.text(x + CELL_W / 2, y + 14, "?", size=12)
+    return d
