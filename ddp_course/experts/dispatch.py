@@ -5,8 +5,13 @@ The rows that it sends are sorted by expert, so the rows for one rank are contig
 
     count      how many rows each rank has for each expert: E integers
     dispatch   all-to-all of the rows, as many as each pair of ranks has counted
-    compute    each rank its own experts, on the rows of all ranks
+    compute    each rank its own experts, on the rows of all ranks, which have arrived
+               by rank, then by expert: R blocks for each expert
     combine    all-to-all back, and each token's weighted sum
+
+Experts compute these blocks where they are. A kernel that wants one block for each
+expert would have to sort what arrives, and the outputs back: two more copies of all
+rows.
 
 Nothing is dropped, however unequal the loads are. A rank that sends m rows to others
 and receives n sends m C numbers to dispatch and n C to combine; backward sends the
@@ -17,7 +22,6 @@ arXiv:2006.16668. Chapter 17.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -81,7 +85,8 @@ class TokenDispatcher:
 
     Attributes:
         sent, received: how many rows this rank sends to, and receives from, each rank.
-        counts: how many rows each of this rank's E/R experts computes.
+        counts: how many rows each block has: those of rank 0 for each of this rank's
+            E/R experts, then those of rank 1, and so on.
     """
 
     def __init__(
@@ -99,20 +104,13 @@ class TokenDispatcher:
         from_each = exchange(to_each, ones, ones, group)  # rows by source and expert
         self.sent = to_each.sum(1).tolist()
         self.received = from_each.sum(1).tolist()
-        self.counts = from_each.sum(0).tolist()
-        # Rows arrive by rank, then by expert; the experts want them by expert.
-        expert = torch.arange(len(self.counts), device=chosen.device)
-        expert = expert.expand_as(from_each).flatten()
-        expert = expert.repeat_interleave(from_each.flatten())
-        self.by_expert = expert.argsort(stable=True)
-        self.by_rank = self.by_expert.argsort()
+        self.counts = from_each.flatten().tolist()
 
     def dispatch(self, x: Tensor) -> Tensor:
-        """Return the sorted rows of this rank's experts: (N, C) -> (M, C)."""
+        """Return the rows for this rank's experts, in blocks: (N, C) -> (M, C)."""
         rows = self.segments.sort(x)
         splits = self.sent, self.received
-        rows = AllToAllRows.apply(rows, *splits, self.group, self.exchange)
-        return rows.index_select(0, self.by_expert)
+        return AllToAllRows.apply(rows, *splits, self.group, self.exchange)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, (N, C).
@@ -120,7 +118,6 @@ class TokenDispatcher:
         `rows`, (M, C), are the outputs for what `dispatch` returned; `weights` is
         (N, k).
         """
-        rows = rows.index_select(0, self.by_rank)
         splits = self.received, self.sent
         rows = AllToAllRows.apply(rows, *splits, self.group, self.exchange)
         return self.segments.sum(rows, weights)
@@ -138,9 +135,9 @@ def dispatched_mixture(
 ) -> Tensor:
     """Return the mixture of this rank's tokens, (N, C).
 
-    `compute` is called with the rows of this rank's experts, sorted by expert, and the
-    number of rows of each; it returns as many rows. The other arguments are those of
-    `TokenDispatcher` and its methods.
+    `compute` is called with the rows for this rank's experts and the number of rows in
+    each block, as `dispatch` and `counts` of `TokenDispatcher` have them; it returns as
+    many rows. The other arguments are those of `TokenDispatcher` and its methods.
     """
     dispatcher = TokenDispatcher(chosen, num_experts, group, kept, exchange)
     rows = compute(dispatcher.dispatch(x), dispatcher.counts)

@@ -27,7 +27,7 @@ from ddp_course.model import GPT, build_gpt
 
 
 class StackedExperts(nn.Module):
-    """The MLPs of some experts: rows sorted by expert, (M, C) -> (M, C).
+    """The MLPs of some experts: rows in blocks, (M, C) -> (M, C).
 
     up (E, 4C, C), up_bias (E, 4C), down (E, C, 4C) and down_bias (E, C).
     """
@@ -41,11 +41,13 @@ class StackedExperts(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(e, c))
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Compute each expert's segment of `counts` rows."""
+        """Compute blocks of `counts` rows; the experts take turns."""
         weights = (self.up, self.up_bias, self.down, self.down_bias)
-        of_each = zip(rows.split(counts), *(w.unbind() for w in weights), strict=True)
+        experts = [*zip(*(w.unbind() for w in weights), strict=True)]
+        experts *= len(counts) // len(experts)
         outputs = []
-        for part, up, up_bias, down, down_bias in of_each:
+        for part, expert in zip(rows.split(counts), experts, strict=True):
+            up, up_bias, down, down_bias = expert
             hidden = F.gelu(F.linear(part, up, up_bias))
             outputs.append(F.linear(hidden, down, down_bias))
         return torch.cat(outputs)

@@ -32,7 +32,7 @@ class Segments:
     def __init__(
         self, chosen: Tensor, num_experts: int, kept: Tensor | None = None
     ) -> None:
-        self.k = chosen.shape[1]
+        self.k, self.kept = chosen.shape[1], kept
         experts = chosen.flatten()
         if kept is not None:  # dropped choices come last, and are cut off
             experts = experts.where(kept.flatten(), num_experts)
@@ -53,7 +53,7 @@ class Segments:
         A token whose choices are all dropped gets zeros. An embedding bag is such a sum
         of rows; it needs no memory for the weighted rows.
         """
-        weights = weights.flatten()[self.order.sort().values]  # (M,) by token
+        weights = weights.flatten() if self.kept is None else weights[self.kept]
         how = {"mode": "sum", "per_sample_weights": weights}
         return F.embedding_bag(self.place, rows.to(weights.dtype), self.first, **how)
 
@@ -63,8 +63,11 @@ def compute_segments(
 ) -> Tensor:
     """Return the outputs of each expert for its segment of the sorted rows.
 
-    An expert without rows computes an empty tensor: its parameters get gradients of
-    zero, which other ranks may have to average.
+    If there are more segments than experts, the experts take turns: rows that have come
+    from several ranks are sorted by rank, then by expert. An expert without rows
+    computes an empty tensor: its parameters get gradients of zero, which other ranks
+    may have to average.
     """
+    experts = [*experts] * (len(counts) // len(experts))
     parts = rows.split(list(counts))
     return torch.cat([e(part) for e, part in zip(experts, parts, strict=True)])

@@ -19,6 +19,7 @@ from ddp_course.experts.naive import NaiveMixture, top_k_weights
 from ddp_course.experts.segments import compute_segments
 from ddp_course.measure import ByteMeter, Event, EventLog, TorchCollectives
 from ddp_course.model import MLP, GPTConfig
+from ddp_course.theory import dispatch_volume
 
 CONFIG = GPTConfig()
 E, K, N, C = 8, 2, 256, CONFIG.d_model  # experts, chosen, tokens of a rank, channels
@@ -115,12 +116,13 @@ def _counted(function: Callable[[], Tensor | None], way: str) -> tuple[Any, floa
 
 def in_words(way: str, seen: Exchange) -> str:
     """Describe an observation, and whether the bytes are those of the formula."""
-    sent = {"gathered": 2 * 3 * N, "dispatched": seen.away + seen.arriving}[way] * ROW
+    volume = dispatch_volume(seen.away, seen.arriving, C, experts=E, ranks=4)
+    sent = 2 * 3 * N * ROW if way == "gathered" else volume.backward
     other = 3 * N * K * 4 if way == "gathered" else 0  # weights; experts have 8 bytes
     equal = (seen.forward, seen.backward) == (sent + 3 * other, sent + other)
     return (
-        f"{way:10} as one process: {seen.error < 1e-4}; sends {sent / ROW:.0f} rows "
-        f"and again in backward, as the formula: {equal}"
+        f"{way:10} as one process: {seen.error < 1e-4}; sends {sent // ROW} rows and "
+        f"again in backward, as the formula: {equal}"
     )
 
 
@@ -181,6 +183,7 @@ def busy_segments(
     Without any row, no output depends on the rows, and backward does not exchange them:
     a planted mistake. NVIDIA/Megatron-LM#4851 was such a one.
     """
+    experts = [*experts] * (len(counts) // len(experts))
     parts = zip(experts, rows.split(counts), counts, strict=True)
     outputs = [expert(part) for expert, part, count in parts if count]
     return torch.cat(outputs) if outputs else torch.zeros(0, C)
