@@ -12,7 +12,7 @@ was copied, and so adds up the gradients of all replicas in the original module.
 are summed, not averaged: the loss of the gathered output is one number for the whole
 batch, and each replica's gradient is its part of that number's gradient.
 
-PyTorch's class does this on GPUs only; on the CPU it just calls the module. Ours runs
+PyTorch's class does this on GPUs only; without GPUs it just calls the module. Ours runs
 CPU replicas, too, so that they can be studied. It is slower than DDP because:
 
 - All threads share one Python interpreter and its lock (chapter 04 measures that).
