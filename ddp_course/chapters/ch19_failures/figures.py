@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddp_course.chapters.ch19_failures.batches import BATCH, ROWS, Curve
+from ddp_course.chapters.ch19_failures.saves import SavedRun
 from ddp_course.failures.digests import suspects
 from ddp_course.failures.interval import daly, expected_time
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.plots import GRID, LOOKS, Drawn, canvas, plot
-from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE, WHOLE, rank_color
+from ddp_course.lab.palette import (
+    INK,
+    MUTED,
+    PANEL,
+    PANEL_EDGE,
+    RANK_COLORS,
+    WHOLE,
+    rank_color,
+)
 
 # ---- lost time over the checkpoint interval ------------------------------------------
 
@@ -41,7 +50,60 @@ def lost_time(measured: Mapping[float, float], save: float, mean: float) -> Draw
 # ---- loss curves after an incomplete checkpoint --------------------------------------
 
 
+@plot
+def betrayed(curves: Mapping[str, Sequence[float]]) -> Drawn:
+    """Draw the losses of runs resumed from checkpoints in which one part is missing.
+
+    `curves` is from `contents.resumed`. Beside each: the difference from the run that
+    was not interrupted.
+    """
+    names = [name for name in curves if name not in ("whole", "nothing")]
+    figure, rows = canvas((7.5, 6.4), nrows=len(names), ncols=2, sharex=True)
+    whole, words = curves["whole"], []
+    steps = range(1, len(whole) + 1)
+    for (left, right), name in zip(rows, names, strict=True):
+        differ = [a - b for a, b in zip(curves[name], whole, strict=True)]
+        left.plot(steps, whole, color=MUTED, linewidth=4, alpha=0.5)
+        left.plot(steps, curves[name], color=INK, linewidth=1.3)
+        left.set_title(f"without the {name}", loc="left", fontsize=11, pad=2)
+        left.set_ylim(0.5, 5)
+        right.axhline(0, color=MUTED, linewidth=4, alpha=0.5)
+        right.plot(steps, differ, color=INK, linewidth=1.3)
+        for axes in (left, right):
+            axes.grid(**GRID)
+        first = next((k for k, d in enumerate(differ, 1) if d), None)
+        most = max(differ, key=abs)
+        words.append(f"{name}: from step {first}, by up to {most:+.2f}")
+    rows[0, 1].set_title("difference", loc="left", fontsize=11, pad=2)
+    rows[len(names) // 2, 0].set_ylabel("loss (grey: not interrupted)")
+    for axes in rows[-1]:
+        axes.set_xlabel("steps after resuming")
+    return figure, f"Losses after resuming, beside the whole run's. {'; '.join(words)}."
+
+
 # ---- a step with a save --------------------------------------------------------------
+
+
+@plot
+def saved(runs: Mapping[str, SavedRun]) -> Drawn:
+    """Draw when training computes, waits for a save, and a file is written."""
+    figure, axes = canvas((7, 0.9 + 0.8 * len(runs)))
+    words = []
+    for row, (name, run) in enumerate(runs.items()):
+        origin = run.steps[0][0]
+        for spans, at, look in (
+            (run.steps, row, {"facecolor": PANEL}),
+            (run.blocked, row, {"facecolor": RANK_COLORS[5]}),
+            (run.written, row + 0.38, {"facecolor": "white", "hatch": "///"}),
+        ):
+            bars = [(start - origin, end - start) for start, end in spans]
+            axes.broken_barh(bars, (at - 0.17, 0.34), edgecolor=INK, lw=0.6, **look)
+        words.append(f"{name}: a step loses {1000 * run.lost:.0f} ms")
+    axes.set(yticks=range(len(runs)), yticklabels=list(runs), xlabel="seconds")
+    axes.invert_yaxis()
+    about = "grey: computes, orange: waits for the save, hatched: a thread writes"
+    axes.set_title(about, fontsize=10, loc="left")
+    return figure, f"Steps and saves over time; {about}. {', '.join(words)}."
 
 
 # ---- other batches and learning rates ------------------------------------------------

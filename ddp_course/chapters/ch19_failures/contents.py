@@ -1,0 +1,129 @@
+"""A training whose checkpoint has five parts, of which one is left out; streams.
+
+A small model with dropout (so that a generator matters), Adam, loss scaling that has
+found its scale, and epochs in an order of their own. `Run` is one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddp_course.data import load_corpus
+from ddp_course.failures.async_save import snapshot
+from ddp_course.failures.position import PositionSampler, SharedStream
+from ddp_course.precision import GradScaler
+
+CONTEXT, SAMPLES, BATCH = 8, 512, 32  # characters seen, rows of the data, of a batch
+
+
+class Generators:
+    """The state of PyTorch's generator, which draws dropout's masks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        return {"cpu": torch.get_rng_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        torch.set_rng_state(state["cpu"])
+
+
+class Run:
+    """A training of a model that predicts the ninth character from eight.
+
+    Attributes:
+        parts: the objects that a checkpoint must hold, by name.
+        losses: one for each step of this run.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Embedding(96, 16),
+            nn.Flatten(),
+            nn.Linear(CONTEXT * 16, 128),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            nn.Linear(128, 96),
+        )
+        tokens = load_corpus().train[: SAMPLES + CONTEXT].long()
+        self.rows = tokens.unfold(0, CONTEXT + 1, 1)[:SAMPLES]  # (SAMPLES, CONTEXT + 1)
+        self.parts: dict[str, Any] = {
+            "model": model,
+            "optimizer": torch.optim.AdamW(model.parameters(), lr=3e-3),
+            "generators": Generators(),
+            "position": PositionSampler(SAMPLES, BATCH),
+            "scaler": GradScaler(init_scale=2.0**24),
+        }
+        self.losses: list[float] = []
+
+    def train(self, steps: int) -> list[float]:
+        """Take `steps` steps; return their losses."""
+        model, optimizer, _, sampler, scaler = self.parts.values()
+        for _ in range(steps):
+            rows = self.rows[next(iter(sampler))]
+            with torch.autocast("cpu", torch.float16):
+                scores = model(rows[:, :-1])
+                loss = nn.functional.cross_entropy(scores, rows[:, -1])
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            sampler.advance()
+            self.losses.append(loss.item())
+        return self.losses[-steps:]
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return the states of all parts."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def resume(self, checkpoint: Mapping[str, Any], without: Iterable[str] = ()) -> Run:
+        """Load all parts but some; return the run."""
+        for name, part in self.parts.items():
+            if name not in without:
+                part.load_state_dict(checkpoint[name])
+        return self
+
+
+def resumed(steps: int = 40, more: int = 40) -> dict[str, list[float]]:
+    """Return the last losses of a run, and of runs resumed after `steps` steps.
+
+    "whole" is not interrupted; "nothing left out" and the others, named after what was
+    left out, are new runs that load its checkpoint.
+    """
+    run = Run()
+    run.train(steps)
+    checkpoint = snapshot(run.checkpoint())
+    curves = {"whole": run.train(more)}
+    for name in ("nothing", *run.parts):
+        curves[name] = Run(seed=1).resume(checkpoint, {name}).train(more)
+    return curves
+
+
+class Stream(IterableDataset):
+    """Rows 0 to 23, as a stream; divided among `ranks`, but not among workers."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
+        self.rank, self.ranks = rank, ranks
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this rank's rows; every worker yields them all."""
+        return iter(range(self.rank, 24, self.ranks))
+
+
+def rows_of_streams(name: str) -> list[int]:
+    """Return the rows that a DataLoader with two workers loads on this rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    streams = {
+        "as it is": Stream(),
+        "by ranks": Stream(rank, ranks),
+        "by ranks and workers": SharedStream(range(24), 8, rank, ranks),
+    }
+    loader = DataLoader(streams[name], batch_size=8 // ranks, num_workers=2)
+    return [row for batch in loader for row in batch.tolist()]

@@ -1,0 +1,181 @@
+"""Saves beside a training: the time that a step loses, and processes that are killed.
+
+A step sleeps for as long as a GPU would compute, so that the writer has the processor
+for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ddp_course.checkpoint import Checkpoints
+from ddp_course.data import Corpus
+from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.train import History, train
+
+STEP = 0.15  # seconds
+MODEL = GPTConfig(n_layer=4, d_model=256, n_head=4)  # with Adam's states, 38 MB
+TINY = {
+    "batch_size": 6,
+    "preset": GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=8),
+    "lr": 0.01,
+}  # of trainings that are stopped
+SAVES = ("a save that waits", "a thread of ours", "PyTorch's async_save")
+
+Spans = list[tuple[float, float]]
+
+
+@dataclass
+class SavedRun:
+    """The spans of a training that saves after every second step, in seconds.
+
+    Attributes:
+        steps: in which training computes.
+        blocked: in which training waits for a save.
+        written: in which a file is written.
+    """
+
+    steps: Spans = field(default_factory=list)
+    blocked: Spans = field(default_factory=list)
+    written: Spans = field(default_factory=list)
+
+    @property
+    def lost(self) -> float:
+        """The seconds that a step loses by a save: the least of all but the first.
+
+        The first save allocates the memory for the copy; other processes on the same
+        machine can only make one longer.
+        """
+        return min(end - start for start, end in self.blocked[1:])
+
+
+@contextmanager
+def _span(spans: Spans):
+    start = time.perf_counter()
+    yield
+    spans.append((start, time.perf_counter()))
+
+
+def saved_runs(folder: str) -> dict[str, SavedRun]:
+    """Train with each kind of save; on a rank, since PyTorch's needs a group."""
+    return {kind: saved_run(kind, folder) for kind in SAVES}
+
+
+def saved_run(kind: str, folder: str, saves: int = 4) -> SavedRun:
+    """Train with one kind of save; SAVES has their names."""
+    model, run = build_gpt(MODEL, seed=0), SavedRun()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.zeros(1, 8, dtype=torch.int64)
+    model(x, x)[1].backward()
+    optimizer.step()  # allocates the optimizer's states
+    save, finish = _saving(kind, Path(folder) / kind, model, optimizer, run)
+    for step in range(1, 2 * saves + 1):
+        with _span(run.steps):
+            time.sleep(STEP)
+        if step % 2 == 0:
+            with _span(run.blocked):
+                save(step)
+    finish()
+    return run
+
+
+def _saving(
+    kind: str,
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: SavedRun,
+) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Return a function that saves after a step, and one that waits for the last."""
+    if kind == SAVES[2]:
+        return _by_pytorch(folder, model, optimizer, run)
+    background = kind == SAVES[1]
+    checkpoints = Checkpoints(folder, 1, model, optimizer, {}, background=background)
+    checkpoints.load(10**6)
+    if not background:
+        return lambda step: checkpoints.save([0.0] * step), lambda: None
+    write = checkpoints.writer.write
+
+    def recorded(*args: object) -> None:
+        with _span(run.written):
+            write(*args)
+
+    checkpoints.writer.write = recorded
+    return lambda step: checkpoints.save([0.0] * step), checkpoints.writer.wait
+
+
+def _by_pytorch(
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: SavedRun,
+) -> tuple[Callable[[int], None], Callable[[], None]]:
+    under_way: list[Future] = []
+
+    def finish() -> None:
+        for future in under_way:
+            future.result()
+
+    def save(step: int) -> None:
+        finish()
+        start = time.perf_counter()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        future = dcp.async_save(state, checkpoint_id=folder / str(step))
+        future.add_done_callback(
+            lambda _: run.written.append((start, time.perf_counter()))
+        )
+        under_way[:] = [future]
+
+    return save, finish
+
+
+def train_until_killed(folder: str, seconds: float, steps: int) -> None:
+    """Train and save after every step; the kernel kills this process in the middle.
+
+    Args:
+        folder: of the checkpoints, from which training resumes.
+        seconds: from the first step of this process to its end.
+        steps: after which training would end.
+    """
+
+    def start_timer(*_: object) -> None:
+        if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    how = {"checkpoint": folder, "every": 1, "save": "async", "on_step": start_timer}
+    train(steps, **TINY, **how)
+
+
+def train_until_notice(
+    folder: str | None = None, victim: int | None = None, at: int = 0
+) -> History:
+    """Train for 6 steps on several ranks; one gets SIGTERM in step `at`.
+
+    Args:
+        folder: of the checkpoints; without one, nothing is saved.
+        victim: the rank that gets the signal, or None.
+        at: the number of the step, from 1.
+    """
+    batch, steps = Corpus.batch, []
+
+    def batch_and_signal(*args: object) -> object:
+        steps.append(1)
+        if dist.get_rank() == victim and len(steps) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(*args)
+
+    with mock.patch.object(Corpus, "batch", batch_and_signal):
+        return train(6, **TINY, checkpoint=folder, every=100)
