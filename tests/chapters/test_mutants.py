@@ -27,7 +27,7 @@ HERE = [
     *("largest_batch", "step_in_backward", "my_merge", "my_zigzag", "my_ring"),
     *("my_gradient_check", "my_kept"),
     *("my_flops", "my_exposed", "my_straggler", "my_step_time"),
-    *("my_interval", "my_suspect", "my_diagnosis"),
+    *("my_interval", "my_rows", "my_suspect", "my_diagnosis"),
 ]
 ON_RANKS = [
     *("swap", "my_transpose", "sharded_step", "clip_shards", "agreed_step"),

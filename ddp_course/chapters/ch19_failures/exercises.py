@@ -74,6 +74,73 @@ def _about_interval(case: Case) -> str:
 # ---- my_rows -------------------------------------------------------------------------
 
 
+@exercise("my_rows", solution=solutions.my_rows)
+def check_my_rows(answer: Answer) -> str:
+    """`my_rows(order, seen, old_ranks, batch, rank, ranks)`: its batches of the rest.
+
+    Which rows of the order have all old ranks used together? What is left is cut
+    into global batches: what does a rank do with the last one?
+
+    Each of the old ranks has used `seen` rows, so that many times their number are used
+    at the beginning of `order`. Cut the others into global batches of `batch` rows,
+    without an incomplete last one; rank r takes the r-th of equal parts of each.
+    """
+    hints = {"fits": _about_rows, "right": _about_rows}
+    same_as(answer, solutions.my_rows, _position, cases=80, hints=hints)
+    return "80 resumes, from 1 to 6 ranks to 1 to 6 others"
+
+
+def _position(d: Draw) -> tuple[list[int], int, int, int, int, int]:
+    r = d.same
+    old, ranks = r.randint(1, 6), r.randint(1, 6)
+    batch = ranks * r.randint(1, 4)
+    seen = r.randint(0, 7)
+    length = seen * old + r.choice([0, 1, batch, r.randint(0, 6 * batch)])
+    order = r.sample(range(10 * length), length)
+    return order, seen, old, batch, r.randrange(ranks), ranks
+
+
+def _about_rows(case: Case) -> str:
+    order, seen, old, batch, rank, ranks = case.args.values()
+    found = (
+        f"rank {rank} of {ranks}, batches of {batch}, after {old} ranks have used "
+        f"{seen} rows each of {shown(order)}: returned {shown(case.got)}; expected "
+        f"{shown(case.wanted)}"
+    )
+    if not isinstance(case.got, list) or not all(
+        isinstance(rows, list) for rows in case.got
+    ):
+        return f"{found}: a list of lists, one for each batch."
+    others = [
+        solutions.my_rows(order, seen, old, batch, r, ranks) for r in range(ranks)
+    ]
+    named = [
+        (solutions.my_rows(order, seen, ranks, batch, rank, ranks),
+         "the old ranks have used these rows, not the new ones"),
+        (solutions.my_rows(order, seen, 1, batch, rank, ranks),
+         "all old ranks together have used more than one of them"),
+        (solutions.my_rows(order, 0, old, batch, rank, ranks),
+         "rows that are used come again"),
+        ([batch_of[rank::ranks] for batch_of in _whole(others)],
+         "rank 0 has the first rows of a batch, rank 1 the next"),
+    ]  # fmt: skip
+    for wrong, words in named:
+        if case.got == wrong:
+            return f"{found}: {words}."
+    if case.got[:-1] == case.wanted:
+        return f"{found}: the last batch is incomplete, so some ranks would wait."
+    if sum(case.got, []) == sum(case.wanted, []):
+        return f"{found}: the right rows, in other batches."
+    if {*sum(case.got, [])} & {*order[: seen * old]}:
+        return f"{found}: rows that are used come again."
+    return f"{found}."
+
+
+def _whole(parts: list[list[list[int]]]) -> list[list[int]]:
+    """Return the global batches of which these are all ranks' parts."""
+    return [sum(batch, []) for batch in zip(*parts, strict=True)]
+
+
 # ---- my_suspect ----------------------------------------------------------------------
 
 

@@ -20,6 +20,18 @@ def my_interval(save: float, restart: float, one: float, gpus: int) -> float:
 # ---- my_rows -------------------------------------------------------------------------
 
 
+def my_rows(
+    order: list[int], seen: int, old_ranks: int, batch: int, rank: int, ranks: int
+) -> list[list[int]]:
+    """Cut what the old ranks have not used into batches; take this rank's part."""
+    rows = batch // ranks
+    mine = []
+    for start in range(seen * old_ranks, len(order) - batch + 1, batch):
+        first = start + rank * rows
+        mine.append(order[first : first + rows])
+    return mine
+
+
 # ---- my_suspect ----------------------------------------------------------------------
 
 

@@ -61,6 +61,61 @@ ANSWERS = answers(
     never: seconds above 0
         return math.inf
     """,
+    my_rows="""
+    rows_by_queues:
+        left, mine = order[seen * old_ranks :], []
+        while len(left) >= batch:
+            for other in range(ranks):
+                part, left = left[: batch // ranks], left[batch // ranks :]
+                if other == rank:
+                    mine.append(part)
+        return mine
+    rows_one_by_one:
+        rest = len(order) - seen * old_ranks
+        mine = [[] for _ in range(rest // batch)]
+        for place, row in enumerate(order[seen * old_ranks :]):
+            number, within = divmod(place, batch)
+            if number < len(mine) and within * ranks // batch == rank:
+                mine[number].append(row)
+        return mine
+    from_the_start: rows that are used come again
+        range(seen * old_ranks, => range(0,
+    own_count: all old ranks together have used more than one of them
+        seen * old_ranks => seen
+    by_the_new_ranks: the old ranks have used these rows, not the new ones
+        seen * old_ranks => seen * ranks
+    dealt_like_cards: rank 0 has the first rows of a batch, rank 1 the next
+        mine.append(order[first : first + rows])
+        => mine.append(order[start : start + batch][rank::ranks])
+    the_rest_shared_first: expected
+        left, rows = order[seen * old_ranks :], batch // ranks
+        mine = left[rank * (len(left) // ranks) :][: len(left) // ranks]
+        return [mine[k : k + rows] for k in range(0, len(mine), rows)]
+    as_a_sampler_of_pytorchs: expected
+        mine = order[rank::ranks][seen:]
+        rows = batch // ranks
+        return [mine[k : k + rows] for k in range(0, len(mine) - rows + 1, rows)]
+    an_incomplete_batch: the last batch is incomplete
+        len(order) - batch + 1 => len(order)
+    one_batch_less: expected
+        len(order) - batch + 1 => len(order) - batch
+    whole_batches: expected
+        first : first + rows => start : start + batch
+    in_one_list: a list of lists
+        mine.append( => mine.extend(
+    all_rows_in_one_batch: expected
+        return mine => return [sum(mine, [])]
+    always_rank_0: expected
+        start + rank * rows => start
+    last_rank_first: expected
+        start + rank * rows => start + (ranks - 1 - rank) * rows
+    shuffled_again: expected
+        order[first : first + rows] => sorted(order[first : first + rows])
+    seen_in_batches: expected
+        seen * old_ranks => seen * old_ranks // batch * batch
+    places: expected
+        order[first : first + rows] => [*range(first, first + rows)]
+    """,
     my_suspect="""
     suspect_by_counting:
         for k, row in enumerate(digests):
