@@ -239,6 +239,9 @@ METERED = {
     "zero3 x tp 2": COMPOSITIONS["zero3 x tp 2"],
     "hsdp 2 x 4": COMPOSITIONS["hsdp 2 x 4"],
     "hsdp 2 x 2 x tp 2": COMPOSITIONS["hsdp 2 x 2 x tp 2"],
+    "cp 4 x tp 2": {"cp": 4, "tp": 2},
+    "cp 2 x tp 2 x pp 2": {"cp": 2, "tp": 2, "pp": 2},
+    "cp 4 x tp 2 x zero 1": {"cp": 4, "tp": 2, "zero": 1},
 }
 KEPT = ("parameters", "gradients", "optimizer states")
 ring = partial(collectives.all_reduce, algorithm="ring")
@@ -302,7 +305,8 @@ def expected(
     found: Metered, results: dict
 ) -> tuple[dict[str, Fraction], dict[str, int]]:
     """The same by the formulas."""
-    mesh = layout_for(8, **results).mesh.sizes
+    layout = layout_for(8, **results)
+    mesh = layout.mesh.sizes
     replicas = mesh.get("replicate", 1)
     how = {
         "stages": [range(found.layers[0], found.layers[-1] + 1)],
@@ -312,10 +316,16 @@ def expected(
         "zero": results.get("zero", 0),
         "buffers": found.buffers,
         "precision": "fp32",
+        "cp": mesh.get("cp", 1),
+        "attention": results.get("attention", "ring"),
     }
     volume = ComposedRank(SMALL, **how).volume(ROWS // how["dp"])
     sent = {"tp": volume.tp, "pp": volume.pp, "dp": volume.dp, "shard": volume.dp}
     sent["replicate"] = volume.replicas
+    sent["cp"] = volume.cp + volume.dp  # there is no dp beside cp here
+    if found.layers[-1] == SMALL.n_layer + 1:  # and the sum of each microbatch's losses
+        losses = layout.microbatches if layout.pp > 1 else 1
+        sent["cp"] += losses * 2 * Fraction(layout.cp - 1, layout.cp) * 4
     kept = ComposedRank(SMALL, **how).states(found.step_counts)
     return {axis: sent[axis] for axis in mesh}, {kind: kept[kind] for kind in KEPT}
 

@@ -13,7 +13,7 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     tensor_parallel
                 sent and stored bytes of tensor parallelism (chapter 09)
     pipeline    time, bubble, activations and bytes of a pipeline (chapters 10 and 11)
-    composition stored and sent bytes of a rank in dp x tp x pp, along each axis
+    composition stored and sent bytes of a rank in dp x tp x pp x cp, along each axis
     asynchrony  gradients per second, staleness, stable learning rates (chapter 13)
     compression bytes of compressed gradients, and of local SGD (chapter 14)
     ordering    step times for any order of sending gradients (chapter 15)

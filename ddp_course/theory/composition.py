@@ -1,4 +1,4 @@
-"""The stored and sent bytes of one rank in a composition dp x tp x pp.
+"""The stored and sent bytes of one rank in a composition dp x tp x pp x cp.
 
 Axes compose because each divides the parameters that the previous one left. With
 [embed, *blocks, head] as the layers of the course's GPT, a rank stores
@@ -14,8 +14,10 @@ and sends, along each axis, in a step of B rows for each data-parallel rank
     tp    for its layers                                      tensor_parallel_volume
     pp    B T C numbers for every boundary of its stages, from every tp rank: the
           activation in forward, its gradient in backward; and the gradient of a tied
-          embedding
-    dp    for its parameters                                  step_volume
+          embedding. With cp, a rank has T/cp of the T tokens
+    cp    keys and values of its blocks, of its share of the  attention_volume
+          heads
+    dp    for its parameters; ranks of cp average them, too   step_volume
     replicas
           with hybrid sharding (HSDP), for its shard: 2 (R-1)/R of Psi / F
 
@@ -33,6 +35,7 @@ from fractions import Fraction
 
 from ddp_course.gpt_config import GPTConfig
 from ddp_course.ledger import Ledger
+from ddp_course.theory.context_parallel import attention_volume
 from ddp_course.theory.memory import (
     Precision,
     model_states,
@@ -47,14 +50,15 @@ from ddp_course.theory.tensor_parallel import layer_parameters, tensor_parallel_
 class AxisBytes:
     """The bytes that one rank sends in a step along each axis.
 
-    `dp` is within the group that shards, `replicas` to ranks with the same shard
-    (HSDP).
+    `dp` is within the group that shards, or averages, gradients: the ranks of dp and
+    cp. `replicas` is to ranks with the same shard (HSDP), `cp` for attention alone.
     """
 
     tp: Fraction
     pp: Fraction
     dp: Fraction
     replicas: Fraction
+    cp: Fraction = Fraction(0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class ComposedRank:
         buffers: elements of each flat buffer that is cut separately. By default, all of
             the rank's parameters are one buffer; with stage 3, each unit is one.
         precision: as for `model_states`; the optimizer is AdamW.
+        cp: ranks that share each sequence.
+        attention: one of `spec.ATTENTION`: how keys and values reach them.
 
     Raises ValueError for a value that is not allowed here.
     """
@@ -82,6 +88,8 @@ class ComposedRank:
     zero: int = 0
     buffers: Sequence[int] | None = None
     precision: str | Precision = "fp32"
+    cp: int = 1
+    attention: str = "ring"
 
     def __post_init__(self) -> None:
         """Check the arguments that the formulas do not check; fill in defaults."""
@@ -96,6 +104,10 @@ class ComposedRank:
         if self.dp % self.replicas:
             text = f"replicas is {self.replicas}; it must divide dp, {self.dp}"
             raise ValueError(text)
+        if self.config.block_size % self.cp:
+            raise ValueError(
+                f"cp is {self.cp}; it must divide the {self.config.block_size} tokens"
+            )
         units = self.units()
         if self.buffers is None:
             buffers = units if self.zero == 3 else [sum(units)]
@@ -130,11 +142,16 @@ class ComposedRank:
         blocks = [numel[layer] for layer in self.layers if layer not in ends]
         return [root] * (root > 0) + blocks
 
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share one model's states: of dp and cp."""
+        return self.dp * self.cp // self.replicas
+
     def states(self, step_counts: int = 0) -> Ledger:
         """Return the bytes that the rank stores between two steps, by kind."""
         options = self.zero, "adamw", self.precision
-        shards = self.dp // self.replicas
-        return model_states(self.buffers, shards, *options, step_counts=step_counts)
+        counts = {"step_counts": step_counts}
+        return model_states(self.buffers, self.shards, *options, **counts)
 
     def volume(self, batch: int) -> AxisBytes:
         """Return the bytes that the rank sends in a step, in all microbatches.
@@ -143,16 +160,26 @@ class ComposedRank:
         size, T. If a ring's chunks are unequal, this is the mean over its ranks.
         """
         c, width = self.config, precision_named(self.precision)
+        tokens = c.block_size // self.cp
         options = {"itemsize": width.activation, "layers": self.layers}
-        in_tp = tensor_parallel_volume(c, batch, self.tp, **options)
-        hidden = batch * c.block_size * c.d_model * width.activation
+        in_tp = tensor_parallel_volume(c, batch, self.tp, sequence=tokens, **options)
+        hidden = batch * tokens * c.d_model * width.activation
         ends = [(stage[0] > 0) + (stage[-1] <= c.n_layer) for stage in self.stages]
         in_pp = sum(ends) * hidden
         if c.tied and self.one_end:  # another rank has the same matrix: sum gradients
             in_pp += c.vocab_size * c.d_model // self.tp * width.gradient
-        shards = self.dp // self.replicas
-        in_dp = step_volume(self.buffers, shards, self.zero, self.precision)
+        in_dp = step_volume(self.buffers, self.shards, self.zero, self.precision)
         sent = width.reduced if self.zero == 3 else width.gradient
         across = 2 * Fraction(self.replicas - 1, self.replicas) * sent
-        across *= shard_numel(self.buffers, shards)
-        return AxisBytes(in_tp.total, Fraction(in_pp), in_dp.total, across)
+        across *= shard_numel(self.buffers, self.shards)
+        in_cp = attention_volume(
+            *(self.attention, self.cp),
+            batch=batch,
+            length=c.block_size,
+            heads=c.n_head // self.tp,
+            d_head=c.d_model // c.n_head,
+            itemsize=width.activation,
+        )
+        blocks = sum(0 < layer <= c.n_layer for layer in self.layers)
+        of_cp = blocks * in_cp.total
+        return AxisBytes(in_tp.total, Fraction(in_pp), in_dp.total, across, of_cp)
