@@ -33,6 +33,8 @@ LAYOUTS = (  # (name, chapter, axes, what waits, when to take it)
      "bubble: {bubble:.0%}", "links are slow, and microbatches many"),
     ("tp, pp, ZeRO-1", "11", {"tp": NODE, "pp": 4, "zero": 1}, "for all of these; "
      "bubble {bubble:.0%}", "the model is too large for any one of them"),
+    ("cp in a node, dp", "16", {"cp": NODE}, "for keys and values, as far as attention "
+     "does not hide them", "one sequence's activations are too much"),
 )  # fmt: skip
 COMPRESSED = (  # name, method, bytes of its memory for each parameter, take it if
     ("8 bits", "int8", 0, "links are slow, whatever you hide"),
@@ -66,6 +68,15 @@ def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
     for name, chapter, axes, waits, take in LAYOUTS:
         keeps, sends, bubble = numbers(config, gpus, rows, **axes)
         yield name, chapter, keeps, sends, waits.format(bubble=float(bubble)), take
+    waits = "in every layer, for the rank with the most rows"
+    take = "more weights should not cost as much more work, and links are fast"
+    yield (
+        "8 experts, ep in a node, dp",
+        "17",
+        *with_experts(config, gpus, rows),
+        waits,
+        take,
+    )
     server = theory.server_bytes(gpus, weights) / 1e9
     waits = f"for the server alone, whose link carries {server:,.0f} GB"
     take = "workers are unequal, or a step touches few of very many rows"
@@ -92,15 +103,36 @@ def numbers(
     *,
     tp: int = 1,
     pp: int = 1,
+    cp: int = 1,
     zero: int = 0,
     replicas: int | None = 1,
     precision: str = "mixed",
 ) -> tuple[int, Any, Any]:
     """Return bytes that the first rank keeps and sends, and the share of the bubble."""
-    dp = gpus // (tp * pp)
+    dp = gpus // (tp * pp * cp)
     stage = [range((config.n_layer + 2) // pp)]
     how = (config, stage, dp, tp, replicas or dp // NODE, zero)
-    rank = theory.ComposedRank(*how, precision=precision)
+    rank = theory.ComposedRank(*how, precision=precision, cp=cp)
     mine = rows // dp
     sends = sum(vars(rank.volume(mine)).values())
     return rank.states().total, sends, theory.pipeline_bubble("1f1b", pp, mine)
+
+
+def with_experts(config: GPTConfig, gpus: int, rows: int) -> tuple[int, Any]:
+    """Return bytes that a rank keeps and sends if each MLP becomes one of 8 experts.
+
+    Each GPU of a node has one of them, and a token uses two.
+    """
+    c, experts = config.d_model, NODE
+    mixture = theory.mixture_cost(c, 4 * c, experts, experts_per_token=2)
+    router = c * experts
+    one = config.n_layer * (mixture.parameters - router) // experts
+    dense = config.num_parameters - one + config.n_layer * router
+    m = theory.balanced_rows(rows // gpus * config.block_size, 2, NODE)
+    exchange = theory.dispatch_volume(m, m, c, experts=experts, ranks=NODE, itemsize=2)
+    sends = config.n_layer * exchange.total
+    keeps = 0
+    for numel, ranks in ((dense, gpus), (one, gpus // NODE)):
+        keeps += theory.model_states(numel, ranks, 0, "adamw", "mixed").total
+        sends += theory.step_volume(numel, ranks, 0, "mixed").total
+    return keeps, sends

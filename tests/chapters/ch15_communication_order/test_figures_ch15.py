@@ -49,4 +49,8 @@ def test_all_ways_in_one_table():
     assert abs(sends["ZeRO-3, FSDP"] / sends["ZeRO-1"] - 1.5) < 0.2
     assert sends["DDP, PowerSGD"] < sends["DDP, 8 bits"] < sends["ZeRO-1"]
     assert sends["DDP, top 1 %"] > sends["ZeRO-1"]  # gathered from 64 ranks
+    assert keeps["cp in a node, dp"] == keeps["DDP, mixed precision"]
+    assert sends["cp in a node, dp"] > sends["DDP, mixed precision"]
+    router = 14 * 1024 * 8 * 16 / 1e9  # one expert is as large as the MLP was
+    assert abs(keeps["8 experts, ep in a node, dp"] - 16 * gigabyte - router) < 0.1
     assert "bubble: 47%" in rows["pp over nodes, dp"][3]
