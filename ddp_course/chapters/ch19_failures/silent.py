@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp_course.data import load_corpus, shard
 from ddp_course.failures.digests import digest, gather_digests
-from ddp_course.model import GPT, GPTConfig, build_gpt
+from ddp_course.model import GPTConfig, build_gpt
 
 FAULTS = ("none", "flipped bit", "drift", "wrong gradient")
 CONFIG = GPTConfig(block_size=32, n_layer=2, n_head=4, d_model=48)
@@ -83,8 +83,12 @@ def flip_bit(tensor: Tensor, place: int, bit: int) -> None:
     tensor.view(-1)[place : place + 1].view(torch.int32).bitwise_xor_(1 << bit)
 
 
-def costs(model: GPT, rows: int = 8) -> tuple[float, float]:
-    """Return processor seconds of a digest and of a training step, in one process."""
+def costs(rows: int = 8) -> tuple[float, float]:
+    """Return processor seconds of a digest and of a step of the course's GPT.
+
+    One thread: `spawn(costs, world_size=1)`.
+    """
+    model = build_gpt()
     parameters = list(model.parameters())
     x, y = load_corpus().batch(0, rows, model.config.block_size)
     optimizer = torch.optim.SGD(parameters, lr=0.1)

@@ -8,6 +8,7 @@ from ddp_course.chapters.ch19_failures.silent import (
     EVERY,
     STEPS,
     WRONG_STEP,
+    costs,
     silent_run,
 )
 from ddp_course.failures.digests import first_spike, suspects
@@ -78,3 +79,8 @@ def test_lost_time_is_drawn_where_it_was_measured():
     axes = lost_time({0.1: 1.5, 0.2: 1.25}, 0.015, 0.3).axes[0]
     assert [*axes.lines[1].get_ydata()] == pytest.approx([50, 25])
     assert min(axes.lines[0].get_ydata()) == pytest.approx(39.6, abs=0.1)
+
+
+def test_a_digest_costs_a_small_part_of_a_step():
+    [(of_digest, of_step)] = spawn(costs, world_size=1, output="none")
+    assert 0 < of_digest < 0.3 * of_step
