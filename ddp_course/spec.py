@@ -70,7 +70,7 @@ AXES = {
         averaged=True,
     ),
     "tp": Axis(
-        "tensor parallel: ranks with different parts of every matrix",
+        "tensor parallel: ranks with different parts of the matrices",
         "tensor_parallel",
         ("n_head", "vocab_size"),
     ),

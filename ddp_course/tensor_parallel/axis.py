@@ -1,4 +1,4 @@
-"""The tp axis of a layout: every rank has a part of every matrix. Chapter 09."""
+"""The tp axis of a layout: every rank has a part of most matrices. Chapter 09."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from ddp_course.tensor_parallel.gpt import tensor_parallel
 
 
 def wrap(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
-    """Return this rank's part of every matrix of the model."""
+    """Cut the matrices of a model; keep this rank's parts. Return the model."""
     return tensor_parallel(model, axes.group("tp"))
 
 
