@@ -158,22 +158,35 @@ class Case:
     nothing: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """Return which properties hold, and the values that hints may show."""
-        facts: dict[str, Any] = {name: shown(arg) for name, arg in self.args.items()}
-        got, wanted = self.got, self.wanted
-        facts |= {"got": shown(got), "wanted": shown(wanted), "form": form_of(wanted)}
-        facts["fits"] = self.nothing or fits(got, wanted)
-        facts["right"] = self.nothing or equal_values(got, wanted, self.exact)
-        facts["place"] = difference(got, wanted)
-        facts |= {"kept": True, "in_place": True, "changed": ""}
+        """Return which properties hold, and the names of what has changed."""
+        facts: dict[str, Any] = {
+            "fits": self.nothing or fits(self.got, self.wanted),
+            "right": self.nothing or equal_values(self.got, self.wanted, self.exact),
+            "kept": True,
+            "in_place": True,
+            "changed": "",
+        }
         for name, arg in reversed(self.args.items()):  # the first one is named
             mine, right = self.after[name], self.right[name]
             if name not in self.free and not equal_values(mine, right, self.exact):
                 kind = "kept" if equal_values(right, arg) else "in_place"
                 facts |= {kind: False, "changed": name}
-                facts |= {"got_in_place": shown(mine), "wanted_in_place": shown(right)}
-                facts["place_in_place"] = difference(mine, right)
         return facts
+
+    def words(self, changed: str) -> dict[str, Any]:
+        """Return the values that hints may show; `changed` names an argument, or none.
+
+        It takes as long as all comparisons, so only a case with a mistake is described.
+        """
+        got, wanted = self.got, self.wanted
+        words: dict[str, Any] = {name: shown(arg) for name, arg in self.args.items()}
+        words |= {"got": shown(got), "wanted": shown(wanted), "form": form_of(wanted)}
+        words["place"] = difference(got, wanted)
+        if changed:
+            mine, right = self.after[changed], self.right[changed]
+            words |= {"got_in_place": shown(mine), "wanted_in_place": shown(right)}
+            words["place_in_place"] = difference(mine, right)
+        return words
 
 
 Hints = Mapping[str, str | Callable[[Case], str]]
@@ -201,10 +214,12 @@ def same_as(
         args = draw(Draw(number))
         case, _, _ = run_both(answer, solution, args, ())
         case = replace(case, exact=exact, number=number)
-        facts = {"hint": "", **case.facts(), **_later(case.got, results)}
+        facts = {"hint": "", **case.facts()}
+        facts["later"] = _unchanged(results, case.got, number == cases - 1)
         for name, hint in table.items():
             if not facts[name]:
-                text = hint(case) if callable(hint) else hint.format_map(facts)
+                words = {**facts, **case.words(facts["changed"])}
+                text = hint(case) if callable(hint) else hint.format_map(words)
                 begin = where(case) if where else answer.call(*args)
                 expect(not text, f"{begin} {text}")
 
@@ -270,7 +285,8 @@ def _on_a_rank(
         args = draw(Draw(number, rank, n))
         case, facts, theirs = run_both(function, solution, args, watch)
         case = replace(case, free=free, number=number)
-        facts |= {**case.facts(), **_later(case.got, results)}
+        facts |= case.facts()
+        facts["later"] = _unchanged(results, case.got, number == cases - 1)
         for name in ("sent", "called", "sent_bytes", "library", "count"):
             facts[f"wanted_{name}"] = theirs.get(name)
         facts["messages"] = facts.get("sent") == theirs.get("sent")
@@ -288,6 +304,8 @@ def _on_a_rank(
         for name, explain in explained.items():
             facts[f"why_{name}"] = "" if facts[name] else explain(case)
             facts[name] = not facts[f"why_{name}"]
+        if any(value is False for value in facts.values()):
+            facts |= case.words(facts["changed"])
         yield facts
 
 
@@ -373,10 +391,16 @@ def _nbytes(value: Any) -> int:
     return value.nbytes if isinstance(value, Tensor) else 0
 
 
-def _later(got: Any, results: list[tuple[Any, Any]]) -> dict[str, bool]:
-    """Append a result; return {"later": whether all earlier results are unchanged}."""
+def _unchanged(results: list[tuple[Any, Any]], got: Any, is_last: bool) -> bool:
+    """Return whether earlier results are as they were, and append `got` to them.
+
+    After every case that is the result before, after the last case all results: a
+    function may use one memory again for each size.
+    """
+    earlier = results if is_last else results[-1:]
+    unchanged = all(equal_values(now, then) for now, then in earlier)
     results.append((got, copy.deepcopy(got)))
-    return {"later": all(equal_values(now, then) for now, then in results)}
+    return unchanged
 
 
 def form_of(value: Any) -> str:

@@ -45,14 +45,6 @@ def inputs(d: Draw):
     return d.same.choices(range(9), k=d.same.randint(0, 3)), d.tensor()
 
 
-kept = torch.zeros(12, dtype=torch.float64)
-
-
-def in_one_buffer(numbers, tensor):
-    out = kept[: tensor.numel()].view(tensor.shape) if tensor.numel() < 12 else tensor
-    return [2 * sum(numbers), out.copy_(2 * tensor) if out is not tensor else 2 * out]
-
-
 WRONG = {
     "expected a list of 2": lambda numbers, tensor: [2 * sum(numbers)],
     "has ": lambda numbers, tensor: [2 * sum(numbers[:2]), 2 * tensor],
@@ -69,14 +61,27 @@ def test_what_differs_from_the_solution_gets_its_hint(hint):
     assert hint in str(raised.value)
 
 
-def test_a_result_that_a_later_call_changes():
-    doubles = {"later": "kept in one buffer"}
+def in_a_buffer_per_shape():
+    buffers = {}
+
+    def wrong(numbers, tensor):
+        buffer = buffers.setdefault(tensor.shape, torch.empty_like(tensor))
+        return [2 * sum(numbers), torch.mul(tensor, 2, out=buffer)]
+
+    return wrong
+
+
+@pytest.mark.parametrize("sizes", [[3], [3, 4]])
+def test_a_result_that_a_later_call_changes(sizes):
+    """Also if that is not the next call, but the next one of the same size."""
+    doubles = {"later": "kept in a buffer"}
 
     def draw(d: Draw):
-        return [], d.tensor((3,), torch.float64)
+        return [], d.tensor((sizes[d.case % len(sizes)],), torch.float64)
 
-    with pytest.raises(Hint, match="kept in one buffer"):
-        same_as(Answer("double", in_one_buffer), double, draw, hints=doubles)
+    wrong = Answer("double", in_a_buffer_per_shape())
+    with pytest.raises(Hint, match="kept in a buffer"):
+        same_as(wrong, double, draw, hints=doubles)
 
 
 def test_the_solution_and_other_styles_pass():
