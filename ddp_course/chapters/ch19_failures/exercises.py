@@ -245,7 +245,7 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
             if rank != but:
                 calls[rank].append((name, group))
 
-    pair = tuple(sorted(r.sample(world, 2)))  # whose calls count for no other group
+    pair = tuple(sorted(r.sample(world, 2)))  # its calls count for no other group
     for _ in range(r.randint(0, 6)):
         call(r.choice([world, part, pair]), r.choice(NAMES))
     where = ["collective" for _ in world]

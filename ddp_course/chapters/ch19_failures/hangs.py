@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import queue
+import re
 import subprocess
 import sys
 import tempfile
@@ -67,11 +68,10 @@ HANGS = (skipped, order, stuck, left)
 
 @dataclass(frozen=True)
 class Findings:
-    """What the tools say about one launch.
+    """The answers of the tools about one launch.
 
     `reports` has where each rank stood; `calls[rank]` its collectives as (name, ranks
-    of the group), from the flight recorder; `analysis` the lines of `torchfrtrace` that
-    name a rank.
+    of the group), from the flight recorder; `analysis` is from `torchfrtrace`.
     """
 
     reports: list[RankReport]
@@ -80,7 +80,7 @@ class Findings:
 
     @property
     def where(self) -> list[str]:
-        """Where each rank stands: "collective", "recv", "code" or "returned"."""
+        """The place of each rank: "collective", "recv", "code" or "returned"."""
         return [_kind_of(report) for report in self.reports]
 
 
@@ -109,7 +109,7 @@ def examine(
 
 
 def examine_all(odd: int = 2, timeout: float = 3.0) -> dict[str, Findings]:
-    """Examine the four hangs side by side, since each only waits for its deadline."""
+    """Run the four hangs side by side: each of them only waits for its deadline."""
     with ThreadPoolExecutor(len(HANGS)) as threads:
         found = threads.map(lambda hang: examine(hang, odd, timeout=timeout), HANGS)
         return {hang.__name__: each for hang, each in zip(HANGS, found, strict=True)}
@@ -159,7 +159,11 @@ def _calls(dump: dict) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def analyse(folder: Path) -> list[str]:
-    """Return the lines of `torchfrtrace` that name a rank."""
+    """Return what `torchfrtrace` finds: missing ranks, and the kind of a mismatch.
+
+    Of a mismatch it also names a culprit, but that is a rank which differs from the one
+    that it has read first: not always the odd one.
+    """
     program = "torch.distributed.flight_recorder.fr_trace"
     run = subprocess.run(
         [sys.executable, "-m", program, str(folder), "-p", "rank_"],
@@ -167,5 +171,5 @@ def analyse(folder: Path) -> list[str]:
         text=True,
         timeout=120,
     )
-    lines = (run.stdout + run.stderr).splitlines()
-    return sorted(x for x in lines if "missing ranks" in x or "Culprit" in x)
+    words = r"missing ranks: \{.*?\}|[A-Z_]+_MISMATCH"
+    return sorted(set(re.findall(words, run.stdout + run.stderr)))

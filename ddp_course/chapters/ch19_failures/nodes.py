@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,15 @@ from pathlib import Path
 import torch
 
 from ddp_course.chapters.ch19_failures import elastic_script
+from ddp_course.chapters.ch19_failures.elastic_script import train
+from ddp_course.launch import spawn
 from ddp_course.launch.rendezvous import loopback_interface
 
 # torchrun waits 30 s for more nodes, and 15 s before it believes that one is dead.
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+# Otherwise the store's address is published in the first round only, and a node that
+# comes later waits 60 s for it and fails, with all others (torch 2.13).
+LATE_NODES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Nodes:
@@ -41,11 +47,8 @@ class Nodes:
             f"--rdzv-conf=is_host={int(name == 'a')},{QUICK}",
             *(elastic_script.__file__, str(self.folder)),
         ]
-        more = {"NODE": name, "OMP_NUM_THREADS": "1"}
+        more = {"NODE": name, "OMP_NUM_THREADS": "1", **LATE_NODES}
         more["GLOO_SOCKET_IFNAME"] = loopback_interface()
-        # Otherwise the store's address is published in the first round only, and a node
-        # that comes later waits 60 s for it and fails, with all others (torch 2.13).
-        more["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with (self.folder / f"{name}.log").open("ab") as log:
             self.agents[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**os.environ, **more}
@@ -141,6 +144,14 @@ def leave_and_return(folder: Path, timeout: float = 120) -> tuple[list, dict]:
         for agent in both.agents.values():
             both.wait_for(lambda agent=agent: agent.poll() is not None, "the end")
     return phases, torch.load(folder / "checkpoint.pt")["record"]
+
+
+def trained_in_parts(*parts: tuple[int, int]) -> dict:
+    """Train in parts of (ranks, steps done at its end); return the last record."""
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks, steps in parts:
+            record = spawn(train, Path(folder), steps, world_size=ranks)[0]
+    return record
 
 
 def _free_port() -> int:

@@ -55,7 +55,7 @@ def my_suspect(
 def my_diagnosis(
     calls: Sequence[Sequence[tuple[str, tuple[int, ...]]]], where: Sequence[str]
 ) -> tuple[str, int]:
-    """Look for a rank that others wait for; if all have come, for one that differs."""
+    """Find a rank that others wait for; if all have come, one that differs."""
     last = {r: calls[r][-1] for r in range(len(where)) if where[r] == "collective"}
     for rank, (_, group) in last.items():
         come = [[g for _, g in calls[peer]].count(group) for peer in group]
