@@ -55,7 +55,10 @@ ANSWERS = answers(
     dispatch_by_the_package:
         x, chosen = rows.contiguous(), expert[:, None]
         dispatcher = TokenDispatcher(chosen, num_experts)
-        return dispatcher.dispatch(x), dispatcher.counts
+        counts = torch.tensor(dispatcher.counts).view(dist.get_world_size(), -1)
+        blocks = dispatcher.dispatch(x).split(dispatcher.counts)
+        order = torch.arange(len(blocks)).view_as(counts).T.flatten()
+        return torch.cat([blocks[i] for i in order]), counts.sum(0).tolist()
     dispatch_by_gathered_counts:
         n, rank = dist.get_world_size(), dist.get_rank()
         each = num_experts // n
