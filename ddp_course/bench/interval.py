@@ -25,7 +25,7 @@ FACTORS = (1.0, 0.25, 0.5, 0.71, 1.41, 2.0, 4.0)  # times the predicted interval
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each interval, and one for the predicted beside the best."""
-    failures = 4 if quick else 20
+    failures = 4 if quick else 40
     predicted = daly(SAVE, MEAN)
     factors = FACTORS[:3] if quick else FACTORS
     runs = killed_runs([factor * predicted for factor in factors], failures)

@@ -1,10 +1,12 @@
 """The checkpoint interval: formulas beside their definition, tables and simulation."""
 
+import inspect
 import math
 from random import Random
 
 import pytest
 
+from ddp_course.failures import interval, rates
 from ddp_course.failures.interval import daly, expected_time, simulated_time, young
 
 MINUTE, HOUR = 60.0, 3600.0
@@ -85,3 +87,8 @@ def test_a_wrong_formula_is_noticed():
     for wrong in (math.sqrt(save * mean / 2), math.sqrt(4 * save * mean), save):
         least = expected_time(daly(save, mean), save, mean) - 1
         assert expected_time(wrong, save, mean) - 1 > 1.01 * least
+
+
+@pytest.mark.parametrize("module", [rates, interval])
+def test_rates_and_intervals_need_no_torch(module):
+    assert "torch" not in inspect.getsource(module)
