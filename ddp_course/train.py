@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_course.checkpoint import Checkpoints
 from ddp_course.data import load_corpus, shard
@@ -111,6 +112,7 @@ def train(
     every: int = Training.every,
     save: str = Training.save,
     on_step: Callable[[int, float], None] | None = None,
+    watched: Callable[[nn.Module, Optimizer], AbstractContextManager] | None = None,
     **layout_options: Any,
 ) -> History:
     """Train a GPT for `steps` steps of AdamW on `batch_size` rows, shared by all ranks.
@@ -122,7 +124,9 @@ def train(
     resumes from the newest checkpoint in it, and saves one after every `every` steps
     and at its end; with `save="async"` while it goes on. If then any rank gets SIGTERM,
     all save after the same step and return early (`History.stopped`). Rank 0 calls
-    `on_step(steps done, loss)`.
+    `on_step(steps done, loss)`. Every rank calls `watched(model, optimizer)` once, and
+    enters what it returns, a context manager, for each step: chapter 18 limits memory
+    so.
 
     Raises ValueError, before any message is sent, for rows that cannot be shared
     equally, an option that does not exist, or processes of a cluster that have not
@@ -163,6 +167,7 @@ def train(
     )
     share, shares = layout.share(rank)  # ranks with parts of one model: same share
     stopped = False
+    watch = nullcontext() if watched is None else watched(model, optimizer)
     with Notice() if checkpoint is not None else nullcontext() as notice:
         losses = checkpoints.load(steps)  # one for each step that is done
         resumed_at = len(losses)
@@ -171,22 +176,23 @@ def train(
             batch = corpus.batch(step, batch_size, config.block_size, seed)
             # (B/shares, T)
             x, y = (shard(t, share, shares).to(my_device) for t in batch)
-            optimizer.zero_grad()
-            if "pp" in layout.mesh.axes:
-                with autocast(layout):  # the schedule runs forward and backward
-                    loss = model.step(x, y, scaler.factor)
-            else:
-                with autocast(layout):
-                    _, loss = model(x, y)
-                loss = loss.mean()  # threads return a loss each
-                scaler.scale(loss).backward()
-            if layout.data_parallel == "average":
-                average_gradients(model)
-            if clip is not None:
-                scaler.unscale_(optimizer)
-                clip_gradients(model, optimizer, clip)
-            scaler.step(optimizer)
-            scaler.update()
+            with watch:
+                optimizer.zero_grad()
+                if "pp" in layout.mesh.axes:
+                    with autocast(layout):  # the schedule runs forward and backward
+                        loss = model.step(x, y, scaler.factor)
+                else:
+                    with autocast(layout):
+                        _, loss = model(x, y)
+                    loss = loss.mean()  # threads return a loss each
+                    scaler.scale(loss).backward()
+                if layout.data_parallel == "average":
+                    average_gradients(model)
+                if clip is not None:
+                    scaler.unscale_(optimizer)
+                    clip_gradients(model, optimizer, clip)
+                scaler.step(optimizer)
+                scaler.update()
             loss = loss.detach().float()
             if notice is None:
                 losses.append(float(average(loss)))

@@ -32,7 +32,7 @@ class MessageExchange:
     ) -> None:
         self.group, self.waiting = group, waiting
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._all_reduce = all_reduce or dist.all_reduce
+        self.launch = all_reduce or dist.all_reduce
 
     def buffer(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return memory for a summand of this shape, of the type of `like`."""
@@ -51,7 +51,7 @@ class MessageExchange:
         later = compute is not None
         with self.waiting():
             if self.size > 1:
-                work = self._all_reduce(summand, op, group=self.group, async_op=later)
+                work = self.launch(summand, op, group=self.group, async_op=later)
             if later:
                 compute()
                 if self.size > 1:
