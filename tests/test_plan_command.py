@@ -133,7 +133,7 @@ def test_layouts_are_sorted_and_the_best_is_explained(capsys, tmp_path):
     hours = float(re.search(r"([\d,]+) GPU-hours", text)[1].replace(",", ""))
     assert hours == pytest.approx(days * 24 * 512, rel=1e-3)
     assert f"{2 * hours:,.0f}"[:5] in text, "the price"
-    assert "dp alone: at least 1,128.0 GB, of which 840.0 are optimizer states" in text
+    assert "dp alone: at least 1,128.9 GB, of which 840.0 are optimizer states" in text
     assert "Taken as usual: --layers 88 --hidden 8192" in text
     assert "Not predicted: experts" in text
 

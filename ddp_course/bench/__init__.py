@@ -16,6 +16,7 @@
     precision       a training step in 16 bits, ours beside PyTorch's
     interval        time lost to saves and failures, at several intervals
     predict         a step of twenty layouts, beside what is predicted of it
+    emulated        ranks with a memory limit, a slow chip and slow links
     compression     a training step that sends gradients in fewer bytes
     launch          `spawn` beside `torch.multiprocessing.spawn`
     launch_process  one of the two, in its own process

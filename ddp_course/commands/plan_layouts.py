@@ -20,7 +20,7 @@ from ddp_course.commands import CommandError, check_file, write
 from ddp_course.planning.accelerators import ACCELERATORS, Cluster
 from ddp_course.planning.anchors import ANCHORS
 from ddp_course.planning.search import Found, divisors, search
-from ddp_course.planning.step_time import HALF, Prediction, Software
+from ddp_course.planning.step_time import Prediction, Software
 from ddp_course.planning.workload import Workload
 from ddp_course.spec import ZERO
 from ddp_course.theory.memory import PRECISIONS
@@ -116,7 +116,7 @@ def cluster_of(args: Namespace) -> Cluster:
 
 def software_of(args: Namespace) -> Software:
     """Return what the training's software does; ValueError for slow number formats."""
-    half = [name for name, each in PRECISIONS.items() if each.activation == HALF]
+    half = [n for n, each in PRECISIONS.items() if each.activation == 2]  # bytes
     if args.precision not in half:
         allowed = ", ".join(half)
         raise ValueError(

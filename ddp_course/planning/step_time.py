@@ -7,7 +7,7 @@ A rank's step is a sum, in seconds:
     bubble     (p - 1) / v of one microbatch's time
     tp         all-reduces between the layers' halves: nothing else can run meanwhile
     cp         keys and values that go around, beyond what attention hides
-    pp         messages between stages, while the pipeline fills and drains
+    pp         messages between stages, for which 1F1B waits (`exposed_messages`)
     dp         gradients and parameters, beyond what backward (ZeRO-3: forward) hides
     optimizer  reading and writing states
 
@@ -19,9 +19,12 @@ Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3. Chapter 18.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from ddp_course.ledger import Ledger
@@ -37,7 +40,6 @@ from ddp_course.theory.memory import (
 )
 from ddp_course.theory.pipeline import pipeline_activations
 
-HALF = 2  # bytes of a 16-bit number
 # Numbers that a layer reads and writes per token and channel, outside of products: two
 # norms (4), two residual sums (6), the MLP's activation, four times as wide (8), and
 # biases, rotations of q and k, dropout (4).
@@ -96,6 +98,15 @@ class Software:
         precision: a name of `theory.PRECISIONS`.
         optimizer: a name of `theory.OPTIMIZERS`.
         dropout: whether the model has any.
+        data_outermost: whether the ranks of dp lie farthest apart, as in this course's
+            meshes; else those of pp do, as in Megatron-LM and torchtitan.
+        frees: whether gradients are freed between steps, as PyTorch's `zero_grad` does,
+            but not buckets, in which DDP averages copies of gradients that several
+            microbatches have added up; and stages keep their outputs until backward.
+            So does this course.
+        bucket: bytes of gradients that are reduced at once; 0: those of one layer.
+        gathers_ahead: whether parameters that ZeRO-1 or 2 gathers after a step arrive
+            during the next forward.
     """
 
     fused_attention: bool = True
@@ -104,6 +115,15 @@ class Software:
     precision: str = "mixed-fp32-gradients"
     optimizer: str = "adamw"
     dropout: bool = False
+    data_outermost: bool = False
+    frees: bool = False
+    bucket: float = 0
+    gathers_ahead: bool = True
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number of an activation."""
+        return precision_named(self.precision).activation
 
 
 @dataclass(frozen=True)
@@ -153,28 +173,34 @@ def predict(
     head = head_seconds(w, cluster, c)
     work = layers * (forward + backward) + head
     tokens = c.microbatch * w.sequence // c.cp
-    hidden = tokens * w.hidden * HALF  # one microbatch's activations between layers
+    # one microbatch's activations between layers
+    hidden = tokens * w.hidden * software.number
 
     sent, parts = {}, {"compute": microbatches * work}
-    calls = (6 if c.recompute == "full" else 4) * layers
+    # two all-reduces for each half of a layer, one after the embedding, one below the
+    # output matrix
+    calls = (6 if c.recompute == "full" else 4) * layers + (2 if c.pp == 1 else 1)
     once, sent["tp"] = _all_reduce(cluster, hidden, c.tp, 1)
     tp = calls * once
     sent["tp"] *= calls * microbatches
 
-    around, sent["cp"] = _ring_attention(w, cluster, c, tokens)
+    around, sent["cp"] = _ring_attention(w, cluster, c, tokens * software.number)
     sent["cp"] *= layers * microbatches
     hidden_behind = attention if software.overlap else 0.0
     cp = layers * max(0.0, around - hidden_behind)
 
     message = hidden / (c.tp if software.sequence_parallel else 1)
-    one, sent["pp"] = _message(cluster, message, c)
-    sent["pp"] *= 2 * c.stages * microbatches
-    filling = 2 * (c.pp - 1) * one
-    steady = 0.0 if software.overlap else 2 * c.stages * microbatches * one
+    hops = _hops(cluster, message, c, software)
+    exposed = exposed_messages(hops, microbatches, c.stages)
+    both = 1 if c.pp * c.stages == 2 else 2  # with two stages each rank sends one way
+    sent["pp"] = both * c.stages * microbatches * message if hops else 0.0
+    steady = 0.0
+    if hops and not software.overlap:
+        steady = 2 * c.stages * microbatches * max(hops)
 
     parts["bubble"] = (c.pp - 1) / c.stages * (work + tp + cp)
     parts["tp"], parts["cp"] = microbatches * tp, microbatches * cp
-    parts["pp"] = filling + steady
+    parts["pp"] = exposed + steady
     hides = layers * forward, layers * backward
     parts["dp"], sent["dp"] = _data_parallel(
         w, cluster, c, software, hides, microbatches
@@ -193,7 +219,7 @@ def layer_seconds(
     products = 2 * w.block * tokens / c.tp / speed
     attention = 4 * w.hidden * w.sequence * tokens / c.tp / speed
     whole = WHOLE / (c.tp if software.sequence_parallel else 1)
-    others = (whole + DIVIDED / c.tp) * w.hidden * tokens * HALF / memory
+    others = (whole + DIVIDED / c.tp) * w.hidden * tokens * software.number / memory
     if software.fused_attention:
         attention /= 2  # blocks that the causal mask hides are left out
         again = 2.5 * attention  # the scores are computed again
@@ -242,26 +268,55 @@ def _gather(
 
 
 def _ring_attention(
-    w: Workload, cluster: Cluster, c: Candidate, tokens: float
+    w: Workload, cluster: Cluster, c: Candidate, channel: float
 ) -> tuple[float, float]:
-    """Return one layer's seconds of keys and values on their way, and the bytes."""
+    """Return one layer's seconds of keys and values on their way, and the bytes.
+
+    `channel` are the bytes of one channel of all tokens that a rank has.
+    """
     if c.cp == 1:
         return 0.0, 0.0
     kv = (w.kv_heads or w.heads) / w.heads
-    u = 2 * tokens * w.hidden * kv / c.tp * HALF
+    u = 2 * channel * w.hidden * kv / c.tp
     times = 4 + (c.recompute == "full")  # forward; backward, with float32 gradients
     nbytes = times * (c.cp - 1) * u
     delay = times * (c.cp - 1) * cluster.delay(c.cp, c.tp)
     return delay + nbytes / cluster.bandwidth(c.cp, c.tp), nbytes
 
 
-def _message(cluster: Cluster, nbytes: float, c: Candidate) -> tuple[float, float]:
-    """Return the seconds of one message to the next stage, and its bytes."""
-    if c.pp == 1:
-        return 0.0, 0.0
-    stride = c.tp * c.cp
-    link = cluster.gpu.link if cluster.inside(2, stride) else cluster.network
-    return cluster.delay(2, stride) + nbytes / (cluster.reached * link), nbytes
+def _hops(
+    cluster: Cluster, nbytes: float, c: Candidate, software: Software
+) -> list[float]:
+    """Return the seconds of a message from each rank of a pipeline to the next one."""
+    stride = c.tp * c.cp * (1 if software.data_outermost else c.dp)
+    inside = cluster.delay(1) + nbytes / (cluster.reached * cluster.gpu.link)
+    between = cluster.delay(2, cluster.gpus) + nbytes / (
+        cluster.reached * cluster.network
+    )
+    nodes = [rank * stride // cluster.node for rank in range(c.pp)]
+    return [inside if a == b else between for a, b in pairwise(nodes)]
+
+
+def exposed_messages(
+    hops: Sequence[float], microbatches: int, stages: int = 1
+) -> float:
+    """Return how much longer a pipeline takes because its messages take time.
+
+    `hops[k]` are the seconds of a message between ranks k and k + 1. All messages of
+    the filling and the draining are waited for. Between them 1F1B waits again: a rank's
+    forward comes after a backward that has been to the last rank and back, so p
+    microbatches wait for 2 (p - 1) messages, or each of them for the slowest one.
+    Interleaved stages have work in that time.
+    """
+    if not hops:
+        return 0.0
+    p, m, once = len(hops) + 1, microbatches, 2 * sum(hops)
+    if stages > 1:
+        return once
+    slowest, mean = max(hops), sum(hops) / len(hops)
+    filling = once + 2 * max(0, min(m, p) - 2) * mean
+    steady = max(0, m - p) * max(slowest, once / p)
+    return max(m * slowest, filling + steady)
 
 
 def _data_parallel(
@@ -279,13 +334,17 @@ def _data_parallel(
     or 2 gathers during the next forward; ZeRO-3 gathers for every microbatch, both
     ways. Without overlap nothing is hidden but what ZeRO-3 fetches ahead.
     """
-    ranks, stride = c.dp * c.cp, c.tp
+    ranks = c.dp * c.cp
+    stride = c.tp * (c.pp if software.data_outermost else 1)
     if ranks == 1:
         return 0.0, 0.0
     bytes_of = precision_named(software.precision)
     numel = _parameters(w, c)
     forward, backward = hides
-    layers = -(-w.layers // c.pp)
+    layers = buckets = -(-w.layers // c.pp)
+    if software.bucket:
+        full = math.ceil(bytes_of.gradient * numel / software.bucket)
+        buckets = min(layers, full)
     reduce, reduced = _gather(cluster, bytes_of.gradient * numel, ranks, stride)
     if c.zero < 3:
         back = bytes_of.parameter if c.zero else bytes_of.gradient
@@ -295,9 +354,10 @@ def _data_parallel(
         if not software.overlap:
             return times * reduce + gather, sent
         if not c.zero:  # an all-reduce is both halves, in backward
-            return behind(reduce + gather, backward, layers), sent
-        reducing = times * behind(reduce, backward, layers)
-        return reducing + behind(gather, forward, layers), sent
+            return behind(reduce + gather, backward, buckets), sent
+        reducing = times * behind(reduce, backward, buckets)
+        ahead = software.gathers_ahead
+        return reducing + (behind(gather, forward, layers) if ahead else gather), sent
     reduce, reduced = _gather(cluster, bytes_of.reduced * numel, ranks, stride)
     gather, gathered = _gather(cluster, bytes_of.gathered * numel, ranks, stride)
     exposed = behind(gather, forward, layers)
@@ -319,7 +379,7 @@ def _parameters(w: Workload, c: Candidate) -> float:
     """Return the parameters of the rank of pp that has most, divided by tp."""
     layers = -(-w.layers // c.pp)
     root = w.embeddings if c.pp == 1 else w.vocab * w.hidden
-    return (layers * w.block + root) / c.tp
+    return (layers * w.block + root) / c.tp + w.positions
 
 
 def _optimizer(
@@ -335,16 +395,26 @@ def _optimizer(
 
 
 def _ledger(w: Workload, c: Candidate, software: Software, microbatches: int) -> Ledger:
-    """Return what the rank keeps that keeps most: of the first or the last stage."""
+    """Return what the rank keeps that keeps most: of the first or the last stage.
+
+    Backward works on gradients of activations: one of a layer's output, and one four
+    times as wide inside its MLP ("other"). It begins when the pipeline is full. If no
+    microbatch has been through it by then, there are no gradients of parameters yet.
+    """
     layers, ranks = -(-w.layers // c.pp), c.dp * c.cp
     numel = int(_parameters(w, c))
     states = model_states(numel, ranks, c.zero, software.optimizer, software.precision)
     kept, again = _kept(w, c, software)
     schedule = "interleaved" if c.stages > 1 else "1f1b"
-    logits = c.microbatch * w.sequence // c.cp * w.vocab // c.tp * 4
+    tokens = c.microbatch * w.sequence // c.cp
+    logits = tokens * w.vocab // c.tp * 4
     stages = c.stages if c.stages > 1 else None
-    first = _in_flight(schedule, c.pp, microbatches, 0, stages) * layers * kept
+    full = _in_flight(schedule, c.pp, microbatches, 0, stages)
+    first = full * layers * kept
     last = _in_flight(schedule, c.pp, microbatches, c.pp - 1, stages) * layers * kept
+    hidden = tokens * w.hidden * software.number
+    if software.frees and c.pp > 1:
+        first += full * hidden
     activations = max(first + again, last + max(again, logits))
     gathered = 0
     if c.zero == 3:
@@ -352,8 +422,21 @@ def _ledger(w: Workload, c: Candidate, software: Software, microbatches: int) ->
         gathered = gathered_bytes(
             [block, block, root], ranks, software.precision, gradients=[block, root]
         )
+    matrix = 4 * w.hidden**2 // c.tp * precision_named(software.precision).gradient
+    between = c.tp if software.sequence_parallel else 1
     beside = {"activations": int(activations), "communication buffers": gathered}
-    return Ledger({**states, **beside})
+    beside["other"] = hidden // between + 4 * hidden // c.tp + matrix
+    at_peak = Ledger({**states, **beside})
+    if not software.frees:
+        return at_peak
+    own = states["gradients"]
+    buckets = own if ranks > 1 and c.zero < 2 else 0
+    if c.zero == 1 or (buckets and microbatches == 1):
+        own = 0  # the parameters' gradients are views of the buckets
+    begun = own if microbatches > full else 0
+    full_pipeline = Ledger({**at_peak, "gradients": buckets + begun})
+    ended = Ledger({**states, "gradients": buckets + own, "other": beside["other"]})
+    return max(full_pipeline, ended, key=lambda each: each.total)
 
 
 @cache
@@ -386,6 +469,7 @@ def _kept_by(
             fused_attention=software.fused_attention,
             recompute=how,
             dropout=software.dropout,
+            itemsize=software.number,
         )
         return sum(parts.values())
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ddp_course.gpt_config import GPTConfig
+
 HEAD = 128  # channels of a head, if nothing else is said
 ASPECT = 100  # hidden / layers of many published models: GPT-3 128, Llama 3 70B 102
 
@@ -36,6 +38,7 @@ class Workload:
         rows: of one step's batch, on all GPUs together.
         kv_heads: of keys and values; 0: as many as of queries.
         tied: whether the output matrix is the token embedding.
+        learned_positions: whether there is a table with a row for each position.
 
     Raises ValueError for numbers that make no model.
     """
@@ -49,6 +52,7 @@ class Workload:
     rows: int
     kv_heads: int = 0
     tied: bool = False
+    learned_positions: bool = False
 
     def __post_init__(self) -> None:
         """Check what the formulas divide by."""
@@ -78,6 +82,20 @@ class Workload:
         layers = _rounded((parameters - 2 * vocab * hidden) / (12 * hidden**2))
         return cls(parameters, layers, hidden, heads, sequence, vocab, rows)
 
+    @classmethod
+    def of_gpt(cls, config: GPTConfig, rows: int) -> Workload:
+        """Return the course's GPT of these sizes, with `rows` rows in each batch."""
+        return cls(
+            config.num_parameters, config.n_layer, config.d_model, config.n_head,
+            config.block_size, config.vocab_size, rows, tied=config.tied,
+            learned_positions=True,
+        )  # fmt: skip
+
+    @property
+    def positions(self) -> int:
+        """Parameters of the table of positions, which tp does not divide."""
+        return self.sequence * self.hidden if self.learned_positions else 0
+
     @property
     def embeddings(self) -> int:
         """Parameters of the token embedding and, unless tied, of the output matrix."""
@@ -86,7 +104,8 @@ class Workload:
     @property
     def block(self) -> float:
         """Parameters of one layer."""
-        return (self.parameters - self.embeddings) / self.layers
+        outside = self.embeddings + self.positions
+        return (self.parameters - outside) / self.layers
 
     @property
     def tokens(self) -> int:

@@ -14,6 +14,7 @@ from ddp_course.planning.step_time import (
     SUSTAINED,
     Candidate,
     Software,
+    exposed_messages,
     head_seconds,
     layer_seconds,
     predict,
@@ -68,7 +69,7 @@ def test_the_head_multiplies_and_reads_logits():
 @pytest.mark.parametrize(("recompute", "calls"), [("none", 4), ("full", 6)])
 def test_tensor_parallelism_waits_for_its_all_reduces(recompute, calls):
     found = step(Candidate(dp=4, tp=2, recompute=recompute))
-    number = 24 * calls * 16  # layers, microbatches
+    number = (24 * calls + 2) * 16  # layers, embedding and head; microbatches
     once = 2 * 1e-3 + HIDDEN / H100.link  # 2 (n - 1) / n of S, two messages
     assert found.parts["tp"] == pytest.approx(number * once)
     assert found.sent["tp"] == pytest.approx(number * HIDDEN)
@@ -79,14 +80,70 @@ def test_a_pipeline_fills_drains_and_waits_for_the_slowest():
     found = step(layout)
     forward, backward, _ = layer(Candidate(tp=2))
     work = 6 * (forward + backward) + head_seconds(GPT, SLOW, layout)
-    tp = 6 * 4 * (2e-3 + HIDDEN / H100.link)
+    tp = (6 * 4 + 1) * (2e-3 + HIDDEN / H100.link)
     assert found.parts["compute"] == pytest.approx(64 * work)
     assert found.parts["bubble"] == pytest.approx(3 * (work + tp))
     message = 2e-3 + HIDDEN / 2 / 1e9  # half of it on each rank of tp; another node
-    assert found.parts["pp"] == pytest.approx(2 * 3 * message)
+    waited = 2 * 3 + 2 * 2 + (64 - 4) * 2 * 3 / 4  # filling, draining, and between
+    assert found.parts["pp"] == pytest.approx(waited * message)
     assert found.sent["pp"] == pytest.approx(2 * 64 * HIDDEN / 2)
     waits = step(layout, software=replace(SOFTWARE, overlap=False))
-    assert waits.parts["pp"] == pytest.approx((2 * 3 + 2 * 64) * message)
+    assert waits.parts["pp"] == pytest.approx((waited + 2 * 64) * message)
+
+
+def seconds_added(hops: list[float], m: int) -> float:
+    """Return how much longer 1F1B takes with these messages than without."""
+    p, forward, backward = len(hops) + 1, 1, 2
+    ready = [0.0] * p
+    ended: dict[tuple[str, int, int], float] = {}
+    orders = []
+    for rank in range(p):
+        warm = min(m, p - 1 - rank)
+        names = ["F"] * warm + ["F", "B"] * (m - warm) + ["B"] * warm
+        counts = {"F": iter(range(m)), "B": iter(range(m))}
+        orders.append([(name, next(counts[name])) for name in names])
+    while any(orders):
+        for rank, order in enumerate(orders):
+            while order:
+                name, k = order[0]
+                source = rank - 1 if name == "F" else rank + 1
+                needed = ("F", rank, k) if name == "B" and source == p else None
+                at = ended.get(needed or (name, source, k), 0.0 if source < 0 else None)
+                if at is None:
+                    break
+                at += 0 if needed or source < 0 else hops[min(rank, source)]
+                seconds = forward if name == "F" else backward
+                ready[rank] = max(ready[rank], at) + seconds
+                ended[name, rank, k] = ready[rank]
+                order.pop(0)
+    return max(ready) - (m + p - 1) * (forward + backward)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize(
+    "hops",
+    [[0.1], [0.1] * 3, [0.05] * 7, [0.1, 0.4, 0.1], [0.1] * 3 + [0.8] + [0.1] * 3],
+)
+def test_messages_of_1f1b_are_waited_for_as_in_a_schedule_that_runs(hops, m):
+    wanted = seconds_added(hops, m)
+    equal = len(set(hops)) == 1 and (m <= len(hops) + 1 or m % (len(hops) + 1) == 0)
+    about = 1e-9 if equal else 0.2
+    assert exposed_messages(hops, m) == pytest.approx(wanted, rel=about)
+    if m > 2 * len(hops):  # twice the filling, as one often reads, is far too little
+        assert 2 * sum(hops) < 0.8 * wanted
+
+
+def test_dp_or_pp_crosses_the_nodes():
+    inside, across = (
+        step(
+            Candidate(dp=2, pp=2, tp=2),
+            replace(SLOW, node=4),
+            replace(SOFTWARE, data_outermost=outer),
+        )
+        for outer in (False, True)
+    )
+    assert across.parts["pp"] < inside.parts["pp"] / 4
+    assert across.parts["dp"] > 10 * inside.parts["dp"] > 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
