@@ -62,9 +62,9 @@ class LimitedMemory(MemoryLog):
         self._total += sum(nbytes for _, _, parts in new for _, nbytes in parts)
         if self._total > self.limit:
             raise OutOfMemory(
-                f"out of memory: {name} needs room for {self._total / 1e6:.2f} MB, and "
-                f"this rank has {self.limit / 1e6:.2f} MB; take a layout that keeps "
-                f"less on each rank. It keeps:\n{self.peak}"
+                f"out of memory: this rank keeps {self._total / 1e6:.2f} MB, and has "
+                f"{self.limit / 1e6:.2f} MB; take a layout that "
+                f"keeps less on each rank. It keeps:\n{self.peak}"
             )
 
 

@@ -168,6 +168,26 @@ SURVIVORS = {
     ("my_straggler", "for times in starts: "): "a sum in any order",
     ("my_straggler", "0 -> -1 (line 2)"): "every collective has as many ranks",
     ("my_step_time", "max(bucket, "): COMMUTES,
+    ("my_gaps", "max(reached, ends) -> max(ends, reached)"): COMMUTES,
+    **{
+        ("my_layout", f"{loop} -> for {each} in list({every}){part}"): (
+            "the best is not at an end of it"
+        )
+        for loop, each, every in (
+            ("for layout in choices(cluster.gpus)", "layout", "choices(cluster.gpus)"),
+            (
+                "for each in every if each.ledger.total <= 0.95 * LIMIT",
+                "each",
+                "every",
+            ),
+        )
+        for part in ("[1:]", "[:-1]", "[::-1]")
+    },
+    ("my_layout", "each.ledger.total <= 0.95 * LIMIT -> each.ledger.total < "): "none "
+    "is equal to it",
+    ("my_layout", "0.95 * LIMIT -> LIMIT"): "none lies between",
+    ("my_layout", "0.95 * LIMIT -> 0.95 + LIMIT"): "none lies between",
+    ("my_layout", "sum(best.sent.values()) -> max("): "a pipeline sends along one axis",
     ("my_interval", "9 -> "): "the last term of a series moves the interval little",
     (
         "my_suspect",

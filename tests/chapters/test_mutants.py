@@ -26,7 +26,7 @@ HERE = [
     *("my_schedule", "ranks_needed", "my_gpipe", "my_cut", "my_ledger", "my_slice"),
     *("largest_batch", "step_in_backward", "my_merge", "my_zigzag", "my_ring"),
     *("my_gradient_check", "my_kept"),
-    *("my_flops", "my_exposed", "my_straggler", "my_step_time"),
+    *("my_flops", "my_exposed", "my_straggler", "my_step_time", "my_gaps"),
     *("my_interval", "my_rows", "my_suspect", "my_diagnosis"),
 ]
 ON_RANKS = [
@@ -36,7 +36,7 @@ ON_RANKS = [
     *("replicas_agree", "ring_reduce_scatter", "hierarchical_sum", "accumulate"),
     *("average_gradients_flat", "make_replicas", "my_stage_step", "ring_transfers"),
     *("sharded_linear", "vocab_loss", "my_broadcast", "mini_ddp", "repaired"),
-    *("my_dispatch", "my_auxiliary_loss", "my_two_averages", "my_carry"),
+    *("my_dispatch", "my_auxiliary_loss", "my_two_averages", "my_carry", "my_layout"),
 ]
 
 

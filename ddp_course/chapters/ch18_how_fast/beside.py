@@ -1,4 +1,4 @@
-"""Counted FLOPs, this machine's speeds, and what the parts of the GPT reach of them."""
+"""Counted FLOPs, this machine's speeds, and what parts and steps of the GPT reach."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_course.mechanisms.recompute import recompute_blocks
 from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.planning.accelerators import Accelerator, Cluster
+from ddp_course.planning.step_time import SUSTAINED, Candidate, Software, predict
+from ddp_course.planning.workload import Workload
 
 FLOAT32 = 4  # bytes
 
@@ -143,3 +147,62 @@ def training_speed(config: GPTConfig, rows: int = 8) -> float:
         optimizer.zero_grad()
 
     return x.numel() / seconds_of(step)
+
+
+# ---- steps that compute --------------------------------------------------------------
+
+WIDE = GPTConfig(block_size=256, n_layer=4, n_head=8, d_model=512)
+ROWS = 8  # rows of each rank, in one microbatch
+
+
+def foreseen_seconds(machine: Machine, link: float, ranks: int) -> float:
+    """Return the predicted seconds of a step of `WIDE` with so many ranks along dp.
+
+    Args:
+        machine: the speeds of one core, which is each rank's chip.
+        link: bytes/s between two ranks.
+        ranks: 1 or 2.
+    """
+    chip = Accelerator(
+        machine.flops, 1e9, machine.bandwidth, link, None, matmul=1 / SUSTAINED
+    )
+    cluster = Cluster(chip, ranks, latency=0, reached=1, rails=False)
+    software = Software(precision="fp32", bucket=25e6)
+    workload = Workload.of_gpt(WIDE, rows=ROWS * ranks)
+    return predict(
+        workload, cluster, Candidate(ranks, microbatch=ROWS), software
+    ).seconds
+
+
+def real_step(times: int = 3) -> tuple[float, float]:
+    """Return the least processor seconds of a step of `WIDE`, and bytes/s of the link.
+
+    Called by one rank or two. The step computes, averages its gradients as PyTorch's
+    DDP does, and steps. Other programs do not count, nor does waiting for a message.
+    """
+    model = build_gpt(WIDE)
+    link = 1.0
+    if dist.get_world_size() > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+        tensor = torch.zeros(2**22)
+        call = min(
+            _took(lambda: dist.all_reduce(tensor), time.perf_counter)
+            for _ in range(times)
+        )
+        link = tensor.nbytes / call  # 2 (n - 1) / n of the bytes, for two ranks: all
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=True)
+    x = torch.zeros(ROWS, WIDE.block_size, dtype=torch.int64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x, x)[1].backward()
+        optimizer.step()
+
+    step()
+    return min(_took(step, time.process_time) for _ in range(times)), link
+
+
+def _took(call: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    call()
+    return clock() - start

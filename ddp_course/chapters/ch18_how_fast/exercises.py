@@ -1,11 +1,15 @@
-"""The exercises of chapter 18: FLOPs, two readings of a trace, and a step's time."""
+"""The exercises of chapter 18: FLOPs, readings of traces, a step's time, a layout."""
 
 from __future__ import annotations
 
-from ddp_course.chapters.ch18_how_fast import solutions
-from ddp_course.lab.answers import Answer
-from ddp_course.lab.exercises import exercise, shown
+from tempfile import TemporaryDirectory
+
+from ddp_course.chapters.ch18_how_fast import capstone, solutions
+from ddp_course.lab.answers import Answer, Hint
+from ddp_course.lab.exercises import exercise, expect, shown
 from ddp_course.lab.judge import Case, Draw, same_as
+from ddp_course.planning.accelerators import Cluster
+from ddp_course.planning.step_time import Candidate
 
 # ---- my_flops ------------------------------------------------------------------------
 
@@ -190,6 +194,54 @@ def _about_straggler(case: Case) -> str:
     return f"{found}: add up, for each rank, what it costs the others."
 
 
+# ---- my_gaps -------------------------------------------------------------------------
+
+
+@exercise("my_gaps", solution=solutions.my_gaps)
+def check_my_gaps(answer: Answer) -> str:
+    """`my_gaps(events, start, end)`: when a rank neither computes nor sends.
+
+    At which moments does a gap begin, and what ends it? What about the time before the
+    first event, and behind the last one?
+
+    Go through the events in the order of their starts, and remember how far the latest
+    end so far has reached. Where the next event starts later than that, there is a gap;
+    the end of the step closes the last one.
+    """
+    hints = {"fits": _about_gaps, "right": _about_gaps}
+    same_as(answer, solutions.my_gaps, _a_step, cases=60, hints=hints)
+    return "60 steps, with gaps at their ends, and events that lie in each other"
+
+
+def _a_step(d: Draw) -> tuple[list[tuple[float, float, str]], float, float]:
+    (events,) = _events(d)
+    ticks = 4096 if d.case % 2 else 4
+    span = [t for a, b, _ in events for t in (a, b)] or [0.0]
+    before, behind = (d.same.choice([0, 1, 5]) / ticks for _ in range(2))
+    return events, min(span) - before, max(span) + behind
+
+
+def _about_gaps(case: Case) -> str:
+    events, start, end = case.args.values()
+    found = f"returned {shown(case.got)}; expected {shown(case.wanted)}"
+    got, wanted = case.got, case.wanted
+    if not isinstance(got, list) or not all(isinstance(g, tuple) for g in got):
+        return f"{found}."
+    if sorted(got) == wanted:
+        return f"{found}: in order of time."
+    if any(a >= b for a, b in got):
+        return f"{found}: where events touch or overlap, there is no gap."
+    missing = [gap for gap in wanted if gap not in got]
+    if len(missing) + len(got) == len(wanted) and all(
+        a == start or b == end for a, b in missing
+    ):
+        return f"{found}: a step may begin and end with a gap."
+    computing = [each for each in events if each[2] == "compute"]
+    if got == solutions.my_gaps(computing, start, end):
+        return f"{found}: while messages are under way, a rank is not idle."
+    return f"{found}: a long event may last beyond the next ones."
+
+
 # ---- my_step_time --------------------------------------------------------------------
 
 
@@ -245,3 +297,89 @@ def _about_step(case: Case) -> str:
         if wrong and abs(off - wrong) < 1e-9:
             return f"{found}: {why}."
     return f"{found}."
+
+
+# ---- my_layout -----------------------------------------------------------------------
+
+EXACT, TIMING, SLOWER = 0.1, 0.25, 1.25  # tolerances: memory and bytes; seconds; order
+
+
+@exercise("my_layout", solution=solutions.my_layout)
+def check_my_layout(answer: Answer) -> str:
+    """`my_layout(cluster)`: a layout that fits and is fast, and what its steps cost.
+
+    Which ranks are on one node, which axis crosses the nodes, and what does each layout
+    keep that others divide?
+
+    Every layout in the list of choices can be predicted before any is run. Leave out
+    those whose ledger comes too close to the limit, and take the one with the fewest
+    seconds; its prediction has the other three numbers.
+    """
+    _choice(answer, capstone.cluster_of(8))  # an untouched stub starts no ranks
+    delay, found = capstone.measured_delay(), []
+    with TemporaryDirectory() as folder:
+        for ranks in (8, 4):  # the second node fails after the first run
+            found.append(_judge_run(answer, capstone.cluster_of(ranks, delay), folder))
+    (eight, before), (four, after) = found
+    return (
+        f"eight ranks, {eight}, {before.seconds:.1f} s a step; without the second node "
+        f"{four}, {after.seconds:.1f} s, resumed after step {after.resumed_at} at loss "
+        f"{after.losses[after.resumed_at]:.2f}"
+    )
+
+
+def _choice(answer: Answer, cluster: Cluster) -> tuple[Candidate, float, float, float]:
+    """Return the answer's layout, memory, bytes sent and seconds; check their form."""
+    got = answer(cluster)
+    form = isinstance(got, (tuple, list)) and len(got) == 4
+    numbers = form and all(isinstance(n, (int, float)) and n > 0 for n in got[1:])
+    expect(
+        numbers and isinstance(got[0], Candidate),
+        f"For {cluster.gpus} ranks: returned {shown(got)}; expected a tuple of a "
+        "Candidate and three numbers above 0: bytes kept, bytes sent, seconds.",
+    )
+    expect(
+        got[0] in capstone.choices(cluster.gpus),
+        f"For {cluster.gpus} ranks: {shown(got[0])} is not among "
+        f"`choices({cluster.gpus})`.",
+    )
+    return tuple(got)
+
+
+def _judge_run(
+    answer: Answer, cluster: Cluster, folder: str
+) -> tuple[Candidate, capstone.Measured]:
+    """Run the answer's layout and the best found; judge the answer by both."""
+    layout, memory, sent, seconds = _choice(answer, cluster)
+    best = capstone.best_found(cluster)
+    where = f"{cluster.gpus} ranks, {layout}, {layout.microbatch} rows a microbatch"
+    both = [layout] if layout == best.candidate else [layout, best.candidate]
+    try:
+        measured = capstone.run(both, cluster.gpus, folder)
+    except capstone.OutOfMemory as error:
+        raise Hint(f"{where}: {str(error).splitlines()[0]}") from None
+    mine, reference = measured[0], measured[-1]
+    for what, predicted, found in (
+        ("kept by the rank that keeps most", memory, mine.memory),
+        ("sent by the rank that sends most", sent, mine.sent),
+    ):
+        expect(
+            abs(predicted / found - 1) <= EXACT,
+            f"{where}: predicted {predicted / 1e6:.2f} MB {what}; measured "
+            f"{found / 1e6:.2f}. They may differ by {EXACT:.0%}.",
+        )
+    expect(
+        mine.seconds <= SLOWER * reference.seconds,
+        f"{where}: it fits, and took {mine.seconds:.2f} s a step. The best layout "
+        f"found took {reference.seconds:.2f} s: {mine.seconds / reference.seconds:.1f} "
+        "times as fast.",
+    )
+    busy = max(1.0, reference.seconds / best.seconds)  # other programs slow all layouts
+    ratio = mine.seconds / seconds
+    expect(
+        any(abs(each - 1) <= TIMING for each in (ratio, ratio / busy)),
+        f"{where}: predicted {seconds:.2f} s a step; measured {mine.seconds:.2f}. They "
+        f"may differ by {TIMING:.0%} (the best layout found took {busy:.2f} times its "
+        "prediction, which is counted in your favour).",
+    )
+    return layout, mine

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_course.chapters.ch18_how_fast.capstone import LIMIT, choices, foreseen
+from ddp_course.planning.accelerators import Cluster
+from ddp_course.planning.step_time import Candidate
+
 
 def my_flops(
     layers: int, hidden: int, vocab: int, sequence: int, recompute: bool
@@ -39,6 +43,20 @@ def my_straggler(starts: Sequence[Sequence[float]]) -> tuple[int, float]:
     return worst, cost[worst]
 
 
+def my_gaps(
+    events: Sequence[tuple[float, float, str]], start: float, end: float
+) -> list[tuple[float, float]]:
+    """Walk over the events by their starts, and remember the latest end so far."""
+    gaps, reached = [], start
+    for begins, ends, _ in sorted(events):
+        if begins > reached:
+            gaps.append((reached, begins))
+        reached = max(reached, ends)
+    if end > reached:
+        gaps.append((reached, end))
+    return gaps
+
+
 def my_step_time(
     forward: float, backward: float, bucket: float, layers: int, pp: int, m: int
 ) -> float:
@@ -46,3 +64,12 @@ def my_step_time(
     stage = layers * (forward + backward)
     exposed = max(bucket, layers * bucket - (layers - 1) * backward)
     return (m + pp - 1) * stage + exposed
+
+
+def my_layout(cluster: Cluster) -> tuple[Candidate, int, float, float]:
+    """Predict all layouts; of those that fit, take the fastest."""
+    every = [foreseen(layout, cluster) for layout in choices(cluster.gpus)]
+    fits = [each for each in every if each.ledger.total <= 0.95 * LIMIT]
+    best = min(fits, key=lambda each: each.seconds)
+    sent = sum(best.sent.values())
+    return best.candidate, best.ledger.total, sent, best.seconds

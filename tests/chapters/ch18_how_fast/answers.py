@@ -5,7 +5,7 @@
 import numpy as np
 from slips import answers
 
-from ddp_course.chapters.ch18_how_fast import solutions
+from ddp_course.chapters.ch18_how_fast import capstone, solutions
 
 ANSWERS = answers(
     solutions,
@@ -150,6 +150,82 @@ ANSWERS = answers(
         return worst, cost[worst] => return worst + 1, cost[worst]
     the_rank_alone: a rank and seconds
         return worst, cost[worst] => return worst
+    """,
+    my_gaps="""
+    gaps_by_pieces:
+        times = sorted({start, end, *(t for a, b, _ in events for t in (a, b))})
+        pieces = [
+            (a, b)
+            for a, b in zip(times, times[1:])
+            if not any(s <= a and b <= e for s, e, _ in events)
+        ]
+        joined = []
+        for a, b in pieces:
+            if joined and joined[-1][1] == a:
+                a = joined.pop()[0]
+            joined.append((a, b))
+        return joined
+    gaps_by_marks:
+        depth, since, found = 0, start, []
+        marks = sorted([(a, 0) for a, _, _ in events] + [(b, 1) for _, b, _ in events])
+        for t, closes in marks:
+            if not closes:
+                if depth == 0 and t > since:
+                    found.append((since, t))
+                depth += 1
+            else:
+                depth -= 1
+                since = t
+        return found + [(since, end)] * (end > since)
+    between_events_only: a step may begin and end with a gap
+        gaps, reached = [], start
+        => gaps, reached = [], min((e[0] for e in events), default=end)
+        if end > reached: => if False:
+    last_end_only: a long event may last beyond the next ones
+        reached = max(reached, ends) => reached = ends
+    touching_counts: where events touch or overlap, there is no gap
+        if begins > reached: => if begins >= reached:
+    sending_is_idle: while messages are under way, a rank is not idle
+        for begins, ends, _ in sorted(events):
+        => for begins, ends, kind in sorted(events):
+        =>     if kind != "compute":
+        =>         continue
+    never_the_last: a step may begin and end with a gap
+        if end > reached: => if False:
+    unsorted: expected
+        sorted(events) => events
+    lengths: expected
+        return gaps => return [b - a for a, b in gaps]
+    backwards: in order of time
+        return gaps => return gaps[::-1]
+    """,
+    my_layout="""
+    layout_by_sorting:
+        limit = 0.95 * capstone.LIMIT
+        every = (capstone.foreseen(c, cluster) for c in capstone.choices(cluster.gpus))
+        ranked = sorted((p.seconds, k, p) for k, p in enumerate(every))
+        for seconds, _, p in ranked:
+            if sum(p.ledger.values()) <= limit:
+                return p.candidate, p.ledger.total, sum(p.sent.values()), seconds
+    layout_as_best_found:
+        p = capstone.best_found(cluster)
+        return [p.candidate, p.ledger.total, sum(p.sent.values()), p.seconds]
+    data_parallel_alone: out of memory
+        layout = capstone.Candidate(dp=cluster.gpus, microbatch=16 // cluster.gpus)
+        p = capstone.foreseen(layout, cluster)
+        return layout, p.ledger.total, sum(p.sent.values()), p.seconds
+    the_slowest: times as fast
+        min(fits => max(fits
+    half_the_memory: kept by the rank that keeps most
+        best.ledger.total, sent => best.ledger.total // 2, sent
+    bytes_of_all_ranks: sent by the rank that sends most
+        sum(best.sent.values()) => cluster.gpus * sum(best.sent.values())
+    computing_alone: s a step; measured
+        sent, best.seconds => sent, best.parts["compute"]
+    another_cluster: is not among
+        best.candidate, best => best.candidate._replace(dp=3), best
+    no_candidate: expected a tuple
+        best.candidate, best => str(best.candidate), best
     """,
     my_step_time="""
     step_by_a_queue:
