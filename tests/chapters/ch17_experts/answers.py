@@ -45,6 +45,11 @@ ANSWERS = answers(
         taken[expert] < limit => True
     as_numbers: of bool
         return kept => return kept.long()
+    places_in_float16: the limit is
+        queue = chosen.T.flatten()
+        one_hot = torch.nn.functional.one_hot(queue, num_experts)
+        place = (one_hot.to(torch.float16).cumsum(0) * one_hot).sum(-1)
+        return (place <= limit).view(chosen.T.shape).T
     places_in_8_bits: the limit is
         queue = chosen.T.flatten()
         one_hot = torch.nn.functional.one_hot(queue, num_experts)
