@@ -16,7 +16,7 @@ SMALL = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=8)
 CURVE = {"batch_size": 12, "preset": SMALL}
 
 
-def held():
+def waiting_write():
     """Return a function that writes, later, and the event that lets it."""
     begin, written = threading.Event(), []
 
@@ -28,7 +28,7 @@ def held():
 
 
 def test_a_step_during_the_write_does_not_change_what_is_written():
-    write, begin, written = held()
+    write, begin, written = waiting_write()
     weight = torch.zeros(3)
     writer = BackgroundWriter(write)
     writer.save({"w": weight}, 7)
@@ -40,7 +40,7 @@ def test_a_step_during_the_write_does_not_change_what_is_written():
 
 
 def test_a_thread_that_writes_the_state_itself_is_caught():
-    write, begin, written = held()
+    write, begin, written = waiting_write()
     weight = torch.zeros(3)
     thread = write_live(write, {"w": weight})
     weight += 1
@@ -50,7 +50,7 @@ def test_a_thread_that_writes_the_state_itself_is_caught():
 
 
 def test_a_second_save_waits_for_the_first():
-    write, begin, written = held()
+    write, begin, written = waiting_write()
     writer = BackgroundWriter(write)
     writer.save({"w": torch.zeros(1)})
     threading.Timer(0.2, begin.set).start()

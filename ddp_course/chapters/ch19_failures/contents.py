@@ -64,7 +64,7 @@ class Run:
         self.losses: list[float] = []
 
     def train(self, steps: int) -> list[float]:
-        """Take `steps` steps; return their losses."""
+        """Train for `steps` steps; return their losses."""
         model, optimizer, _, sampler, scaler = self.parts.values()
         for _ in range(steps):
             rows = self.rows[next(iter(sampler))]

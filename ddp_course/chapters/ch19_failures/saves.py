@@ -32,7 +32,7 @@ TINY = {
     "batch_size": 6,
     "preset": GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=8),
     "lr": 0.01,
-}  # of trainings that are stopped
+}  # arguments of trainings that are stopped
 SAVES = ("a save that waits", "a thread of ours", "PyTorch's async_save")
 
 Spans = list[tuple[float, float]]
@@ -150,12 +150,15 @@ def train_until_killed(folder: str, seconds: float, steps: int) -> None:
 
     Args:
         folder: of the checkpoints, from which training resumes.
-        seconds: from the first step of this process to its end.
+        seconds: from the second step of this process, when its first save is finished,
+            to its end.
         steps: after which training would end.
     """
+    seen: list[int] = []
 
-    def start_timer(*_: object) -> None:
-        if signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+    def start_timer(step: int, _: float) -> None:
+        seen.append(step)
+        if len(seen) == 2:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process at once
             signal.setitimer(signal.ITIMER_REAL, seconds)
 
