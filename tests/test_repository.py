@@ -355,6 +355,7 @@ def test_planted_notebook_mistakes_are_seen():
 # ---- names in prose ------------------------------------------------------------------
 
 ELSEWHERE = """
+    TORCH_NCCL_DUMP_ON_TIMEOUT
     NCCL srun CUDA_VISIBLE_DEVICES torchfrtrace SLURM_PROCID SLURM_LOCALID
     SLURM_NODEID SLURM_NTASKS A c10d GLOO_SOCKET_IFNAME Join exp_avg exp_avg_sq
     DTensor TorchDispatchMode non_blocking DataLoader record_stream fully_shard

@@ -168,4 +168,13 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         (90, 100): "No product reaches that, and a step is not only products.",
         (75, 85): "So fast are large products alone; a step also waits and sends.",
     },
+    # 19: 50,700 hours / 16,384; the square root of 2 x 1 x 186 minutes
+    "Hours between two failures of 16,384 GPUs": {
+        50_700: "So it is for one GPU; any of 16,384 stops the training.",
+        (24, 170): "One failure stops all; 16,384 GPUs have 16,384 times the rate.",
+    },
+    "Best minutes of work between saves of one minute": {
+        (1, 5): "Then a sixth of the time or more goes into saves.",
+        (60, 180): "Then a failure, every three hours, loses half an hour or more.",
+    },
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddp_course.chapters.ch19_failures.batches import BATCH, ROWS, Curve
+from ddp_course.chapters.ch19_failures.half_day import half_day
 from ddp_course.chapters.ch19_failures.saves import SavedRun
 from ddp_course.failures.digests import suspects
 from ddp_course.failures.interval import daly, expected_time
@@ -172,3 +173,6 @@ def digest_table(runs: Mapping[str, Mapping[int, Sequence[int]]]) -> Drawing:
                 if suspects(runs[fault][step]) is None:
                     d.text(x + CELL_W / 2, y + 14, "?", size=12)
     return d
+
+
+IMAGES = {"19_failures.svg": half_day}
