@@ -269,7 +269,6 @@ class Worker:
         if kind == DONE:
             return False
         self.receive_row()
-        self.row.clear()
         return True
 
     def push(self) -> None:
@@ -280,8 +279,10 @@ class Worker:
         self.clock += 1
 
     def receive_row(self) -> None:
-        """Receive the weights."""
-        self._wait(self.endpoint.receive(self.row.weights, self.server))
+        """Receive the weights; set the gradients to zero while they arrive."""
+        arriving = self.endpoint.receive(self.row.weights, self.server)
+        self.row.clear()
+        self._wait(arriving)
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Send a gradient."""
