@@ -79,7 +79,7 @@ class Checkpoints:
         self.model, self.optimizer = model, optimizer
         self.more = dict(more or {})
         self.settings = dict(settings)
-        self.known: set[int] = set()  # steps found at first, or saved by this run
+        self.known: set[int] = set()  # steps found at the start, or saved by this run
         self.writer = BackgroundWriter(self._write) if background else None
 
     def load(self, steps: int) -> list[float]:

@@ -362,7 +362,7 @@ def _plan(add: Callable[..., Parser]) -> None:
     _flags(
         model,
         accelerators="print the data sheets of all accelerators",
-        anchors="print published trainings beside what is predicted of them",
+        anchors="print published training runs beside what is predicted of them",
     )
     many = _whole(10**9)
     about = "the accelerator: then layouts are predicted, and sorted by a step's time"

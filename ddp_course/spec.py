@@ -548,8 +548,8 @@ def _threads(a: Layout) -> str | None:
     if a.threads > 1 and (ranks > 1 or a.zero):
         return (
             f"threads is {a.threads}, ranks is {ranks} and zero is {a.zero}: "
-            "DataParallel runs in one process, without ZeRO; start one rank with zero "
-            "0, or leave threads out"
+            "DataParallel runs in one process, without ZeRO; take ranks 1 and zero 0, "
+            "or threads 1"
         )
     return None
 
@@ -601,11 +601,10 @@ def _beside_zero(a: Layout) -> str | None:
             f"zero is 3 and pp is {a.pp}: every unit would be gathered once for each "
             "microbatch; take zero 1"
         )
-    if a.shard is not None and (a.zero != 3 or a.dp % a.shard):
-        return (
-            f"shard is {a.shard}, zero is {a.zero} and dp is {a.dp}; shard must be a "
-            "divisor of dp, and is for zero 3"
-        )
+    if a.shard is not None and a.zero != 3:
+        return f"shard is {a.shard} and zero is {a.zero}; shard needs zero 3"
+    if a.shard is not None and a.dp % a.shard:
+        return f"shard is {a.shard} and dp is {a.dp}; shard must be a divisor of dp"
     return None
 
 
@@ -688,7 +687,7 @@ def _whole_replicas(a: Layout) -> bool:
 def successor(option: str, value: Any = None) -> str | None:
     """Return a sentence that names the successor of a former option, or None."""
     if option == "replicas":
-        return "replicas is called threads now: --threads 4, train(threads=4)"
+        return "replicas is called threads now: --threads N, train(threads=N)"
     if option != "strategy":
         return None
     now = {f"zero{n}": f"is --zero {n} now, train(zero={n})" for n in ZERO if n}

@@ -142,7 +142,7 @@ test_what_is_typed_wrongly_is_answered_in_one_line = answered(
     ("train --strategy dpp", "strategy 'dpp' does not exist; see --data-parallel"),
     ("train --strategy zero3 --ranks 4", "strategy 'zero3' is --zero 3 now"),
     ("train --strategy dp --replicas 2", "strategy 'dp' is --threads N now"),
-    ("train --replicas 2", "replicas is called threads now: --threads 4"),
+    ("train --replicas 2", "replicas is called threads now: --threads N"),
     ("train --data-parallel dp", "choose from 'average', 'naive', 'flat', 'ddp'"),
     ("train --lr 0", "'0' is not a number above 0"),
     ("train --ranks 65", "'65' is not a whole number from 1 to 64"),

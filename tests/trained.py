@@ -34,7 +34,7 @@ class Trained:
 def far_apart(
     a: Trained, b: Trained, atol: float = 1e-5, of_gradients=None, losses: bool = False
 ) -> list[str]:
-    """Return where two trainings differ by more than rounding.
+    """Return where two training runs differ by more than rounding.
 
     A mean over ranks adds the same numbers in another order, as microbatches do, and
     AdamW divides by the root of what may be small: 1e-5 is about a hundred roundings of

@@ -1,10 +1,10 @@
 """Dispatch and combine of experts, over two bare all-to-alls of the same bytes.
 
 Each of four ranks has tokens whose choices are equal, random, or half on one rank's
-experts. `dispatch` sorts the rows, exchanges counts, sends the rows, sorts what has
-arrived, and goes the whole way back to weighted sums; the bare all-to-alls send as many
-rows to each rank, of tensors that exist already. Experts compute nothing. Both go
-forward alone, so that each row is sent twice. Chapter 17.
+experts. `dispatch` sorts the rows, exchanges counts, sends the rows, sorts those that
+arrive, sends them back, and sums them by weight; the bare all-to-alls send as many rows
+to each rank and back, from tensors that exist already. Experts compute nothing. Only
+forward is timed. Chapter 17.
 """
 
 from __future__ import annotations

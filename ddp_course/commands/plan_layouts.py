@@ -275,9 +275,9 @@ def held_against() -> str:
     errors = [anchor.error for anchor in ANCHORS if not anchor.fitted]
     half = statistics.median(map(abs, errors))
     return (
-        f"Of {len(errors)} published trainings that nothing was fitted to half were "
-        f"predicted within {half:.0%}; the worst were {max(errors):.0%} too fast and "
-        f"{-min(errors):.0%} too slow (ddp-course plan --anchors)."
+        f"Of {len(errors)} published training runs that nothing was fitted to half "
+        f"were predicted within {half:.0%}; the worst were {max(errors):.0%} too fast "
+        f"and {-min(errors):.0%} too slow (ddp-course plan --anchors)."
     )
 
 

@@ -46,9 +46,9 @@ class SameStart:
         for p in stepped:
             if p.grad is not None and p not in model.layers.users:
                 raise RuntimeError(
-                    f"the optimizer has a parameter of shape {list(p.shape)} that is "
-                    "none of the model's; layers step one by one, and none would step "
-                    "it. Give it an optimizer of its own"
+                    f"the optimizer has a parameter of shape {list(p.shape)} that does "
+                    "not belong to the model; layers step one by one, and none would "
+                    "step it. Give it an optimizer of its own"
                 )
 
 
@@ -220,7 +220,8 @@ def check_one_by_one(optimizer: Optimizer) -> None:
         ) from error
     if not all(map(torch.equal, together, apart)):
         raise ValueError(
-            f"{name} cannot step parameters one by one: tried, it made another step"
+            f"{name} cannot step parameters one by one: its steps of single parameters "
+            "differ from its step of all"
         )
 
 

@@ -34,7 +34,8 @@ class Planned:
     """A part that times the first passes, then sets the reducer's order by `policy`.
 
     It also writes the times of layers' forwards and updates into open event logs. Until
-    there is a plan, and with a policy that waits for all, forward waits for everything.
+    there is a plan, forward waits until all layers are updated. With a policy whose
+    `wait_for_all` is set, it always does.
     """
 
     def __init__(self, policy: Policy) -> None:

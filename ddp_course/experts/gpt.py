@@ -56,9 +56,10 @@ class StackedExperts(nn.Module):
 class GradientScale:
     """The factor of the auxiliary losses' gradients in the next backward.
 
-    1 if the mean loss of the whole batch goes backward. A pipeline goes backward for a
-    microbatch at a time, with a share of the loss; its moment `before_compute` sets the
-    factor. If you scale the loss yourself, set `model.auxiliary.factor` likewise.
+    1 for a backward from the mean loss of the whole batch. A pipeline computes backward
+    from one microbatch's share of the loss after another; before each, it calls
+    `before_compute`, which sets the factor to that share, times the loss scale. If you
+    scale the loss yourself, set `model.auxiliary.factor` to the same scale.
     """
 
     factor = 1.0

@@ -118,8 +118,8 @@ def killed_runs(
 ) -> dict[float, KilledRun]:
     """Run a training for each interval, until its ranks were killed `failures` times.
 
-    All trainings have the same failures. They take turns, so that a busy moment of the
-    machine disturbs all of them.
+    All training runs have the same failures. They take turns, so that a busy moment of
+    the machine disturbs all of them.
     """
     dice = Random(seed)
     times = times_to_failure(failures, MEAN, dice)

@@ -48,8 +48,9 @@ COLLECTIVES = {
 WHY = {  # a fact that differs between two calls -> the effect over NCCL
     "call": "all ranks of a group must make the same calls in the same order. NCCL "
     "would hang, or take the numbers of one for those of the other",
-    "way": "the calls of two ranks run one after the other, so each waits for the "
-    "other forever. Swap with batch_isend_irecv, or in opposite orders",
+    "way": "two sends or two receives never match, and over NCCL each call waits for "
+    "its match before the next begins. Swap with batch_isend_irecv, or in opposite "
+    "orders",
     "messages": "in a batch, each send to a rank must meet its receive in that rank's "
     "batch, in the same order. NCCL would hang, or mix up the messages",
     "dtype": "NCCL does not compare types. It would give wrong numbers, or hang; "

@@ -76,7 +76,7 @@ def check_elementwise(
         except Exception as error:  # an optimizer may raise anything
             raise refused(f"its step raised {error!r}") from None
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
-        raise refused("tried on two parts it made another step")
+        raise refused("its step on two parts differs from its step on the whole")
     for state in () if whole_tensors else optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape not in ((), SHAPE):

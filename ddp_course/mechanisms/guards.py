@@ -81,8 +81,8 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if left and all(p.grad is None or not p.untyped_storage().size() for p in left):
         raise RuntimeError(
             f"this {type(optimizer).__name__} was made before {left[0].left_behind}, "
-            f"and {len(left)} of the parameters that it steps are none of the model's "
-            "any more: construct it afterwards, with the new parameters()"
+            f"and {len(left)} of the parameters that it steps no longer belong to the "
+            "model: construct the optimizer afterwards, with the new parameters()"
         )
 
 

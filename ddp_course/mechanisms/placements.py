@@ -97,7 +97,7 @@ class Step:
         return tensor
 
     def around(self, part: Tensor) -> Tensor:
-        """Return a tensor of the undivided shape: this rank's part, else zeros."""
+        """Return a tensor of the undivided shape: this rank's part, zeros elsewhere."""
         if isinstance(self.placement, (Replicate, OnRanks)):
             return part
         where = {"dtype": part.dtype, "device": part.device}

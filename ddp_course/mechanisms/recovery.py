@@ -40,7 +40,7 @@ class Recovery:
         self._in_forward = False
 
     def before_forward(self, model: Any) -> None:
-        """Count the last forward if it has not ended; end the last backward."""
+        """Count the last forward as failed if it did not end; end a failed backward."""
         self.failed += self._in_forward
         self._in_forward = True
         model.engine.recover()

@@ -2,13 +2,13 @@
 
 gloo's own reduce-scatter is an all-reduce, which sends twice as many bytes as needed.
 Here each rank sends every other rank that rank's part, and adds the parts that it
-receives to its own: (N - 1) / N of the bytes, all parts at once. The received parts
-take as much memory until they are added. Over NCCL, and for tensors on a GPU, PyTorch's
-own functions run.
+receives to its own: (N - 1) / N of the bytes, all parts at once. Until they are added,
+the received parts take (N - 1) / N of the tensor's memory. Over NCCL, and for tensors
+on a GPU, PyTorch's own functions run.
 
-Before a collective of tensors on the CPU, the ranks compare their calls. A strategy
-that shards accepts other functions with these names, too: byte meters count the
-collectives of this course (`ddp_course.collectives`). Chapter 07.
+Before a collective of tensors on the CPU, the ranks compare their calls. Byte meters
+do not count these functions. To count the bytes of a strategy that shards, pass it the
+functions of the same names in `ddp_course.collectives`. Chapter 07.
 """
 
 from collections.abc import Callable

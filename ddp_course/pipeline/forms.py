@@ -61,7 +61,7 @@ class Forms:
         return self.known[kind]
 
     def _find(self, row: Tensor) -> list[Form]:
-        """Pass one row through all stages: x's for the first stage, zeros after it."""
+        """Pass a row of x through the first stage, rows of zeros through the others."""
         forms: list[Form] = []
         problem = None
         for stage, home in enumerate(self.ranks):

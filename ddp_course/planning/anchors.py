@@ -1,4 +1,4 @@
-"""Published trainings beside predictions: what formulas foresee, and what they miss.
+"""Published training runs beside predictions: what formulas foresee, and do not.
 
     for anchor in ANCHORS:
         print(anchor.name, anchor.mfu, anchor.predicted())
@@ -33,7 +33,7 @@ TODAY = Software()
 
 @dataclass(frozen=True)
 class Anchor:
-    """A published training.
+    """A published training run.
 
     Attributes:
         name: the authors or the software, and the model's size.

@@ -72,7 +72,7 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
 
     def __init__(self, *args: Any, limit: int = 2) -> None:
         super().__init__(*args)
-        self.limit = limit  # buckets that may have memory at once
+        self.limit = limit  # the window: buckets that may have memory at once
         self.finished = 0  # buckets of this pass that were reduced and freed
         self.opened: set[LiveBucket] = set()  # buckets that have memory
         self.shards: dict[LiveBucket, Tensor] = {}  # this rank's part of the mean
@@ -81,7 +81,7 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
     # ---- allocate --------------------------------------------------------------------
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
-        """Assign a bucket's views, and free its memory until the window reaches it."""
+        """Assign a bucket's views, and free its memory until `open` allocates it."""
         self.engine = weakref.proxy(engine)
         super().added(engine, bucket)
         self.free(bucket)

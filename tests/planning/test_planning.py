@@ -1,4 +1,4 @@
-"""Planning: FLOPs, links, predicted steps, the search, and published trainings."""
+"""Planning: FLOPs, links, predicted steps, the search, and published training runs."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_divisors():
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(49) == [1, 7, 49]
 
 
-# ---- published trainings -------------------------------------------------------------
+# ---- published training runs ---------------------------------------------------------
 
 
 def test_half_of_the_published_trainings_are_within_a_quarter():

@@ -363,14 +363,14 @@ SENDING = {
 
 @exercise("accumulate", solution=solutions.accumulate)
 def check_accumulate(answer: Answer) -> str:
-    """`accumulate(ddp, microbatches)`: the gradient of all of them; send it once.
+    """`accumulate(ddp, microbatches)`: add up all gradients; average them once.
 
-    Only one microbatch has to send. And what makes the mean over its own rows a part of
-    the mean over all rows?
+    Only one microbatch has to send. And what makes the mean over a microbatch's rows a
+    part of the mean over all rows?
 
     Multiply each loss by its share of the rows. All microbatches but the last go
-    forward *and* backward without synchronising; the last one, outside of that,
-    averages what has been added up.
+    forward *and* backward inside `no_sync`; the last one, outside of it, averages what
+    has been added up.
     """
     for parts in PARTS:
         judge_ranks(SENDING, _accumulate, answer, parts, worlds=[len(parts)])

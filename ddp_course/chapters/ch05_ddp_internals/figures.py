@@ -141,7 +141,7 @@ LOOKS = {"F": "forward, update", "B": "backward", "sent": "sent", "waits": "wait
 
 
 def schedule(messages: int) -> Run:
-    """Return a step whose gradients are sent in 1, 2 or 4 messages, in as much time."""
+    """Return a step with 1, 2 or 4 messages, which together take the same time."""
     computes, sends = [Block(0, FORWARD, names=("forward",))], []
     each, free = LAYERS // messages, 0.0  # when the network may send next
     for k in range(LAYERS):

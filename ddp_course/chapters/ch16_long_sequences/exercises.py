@@ -370,7 +370,7 @@ def _function(d: Draw) -> tuple[Callable[..., Tensor], list[Tensor]]:
     name = list(FUNCTIONS)[d.case % 3 if d.case < 40 else 3]
     wrong = d.same.randrange(2 if FUNCTIONS[name] is _unused else 3)
     kind = kinds[d.case % len(kinds)]
-    # small gradients: a tolerance that is not relative to them accepts half of each
+    # small gradients: a check with an absolute tolerance takes half of one for right
     small = kind == "half of the gradient" and d.case > len(kinds)
     scale, times = (1e-3, ", times 0.001") if small else (1.0, "")
     changes = [CHANGES[kind] if k == wrong else _right for k in range(3)]

@@ -157,7 +157,7 @@ def check_my_suspect(answer: Answer) -> str:
     """
     hints = {"fits": _about_suspect, "right": _about_suspect}
     same_as(answer, solutions.my_suspect, _digests, cases=80, hints=hints)
-    return "80 trainings of 2 to 8 ranks"
+    return "80 training runs of 2 to 8 ranks"
 
 
 def _digests(d: Draw) -> tuple[list[list[int]]]:

@@ -32,7 +32,7 @@ TINY = {
     "batch_size": 6,
     "preset": GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=8),
     "lr": 0.01,
-}  # arguments of trainings that are stopped
+}  # arguments of training runs that are stopped
 SAVES = ("a save that waits", "a thread of ours", "PyTorch's async_save")
 
 Spans = list[tuple[float, float]]

@@ -27,7 +27,7 @@ GAP, ROW_GAP = 10, 24
 LANE, HEAD = 8, 9  # distance of parallel arrows, length of an arrow's head
 WIDEST = 800  # pixels; more chunks than fit are drawn in several lines
 ARROW = 1.2
-LABEL_W = 36  # a chunk with a label such as "0→1"
+LABEL_W = 36  # width of a chunk with a label such as "0→1"
 
 
 @dataclass(frozen=True)
