@@ -214,7 +214,11 @@ def check_my_gaps(answer: Answer) -> str:
 
 
 def _a_step(d: Draw) -> tuple[list[tuple[float, float, str]], float, float]:
+    if d.case == len(EASY):  # a step in which nothing runs is one gap
+        return [], 0.5, 2.0
     (events,) = _events(d)
+    if d.case % 3 == 1:  # events of microseconds
+        events = [(a / 2**18, b / 2**18, kind) for a, b, kind in events]
     ticks = 4096 if d.case % 2 else 4
     span = [t for a, b, _ in events for t in (a, b)] or [0.0]
     before, behind = (d.same.choice([0, 1, 5]) / ticks for _ in range(2))
@@ -236,6 +240,8 @@ def _about_gaps(case: Case) -> str:
         a == start or b == end for a, b in missing
     ):
         return f"{found}: a step may begin and end with a gap."
+    if missing and all(gap in wanted for gap in got):
+        return f"{found}: gap {missing[0]} is missing."
     computing = [each for each in events if each[2] == "compute"]
     if got == solutions.my_gaps(computing, start, end):
         return f"{found}: while messages are under way, a rank is not idle."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 from ddp_course.chapters.ch19_failures import solutions
 from ddp_course.failures.interval import daly, expected_time, young
@@ -31,7 +32,7 @@ def check_my_interval(answer: Answer) -> str:
 
 def _saves(d: Draw) -> tuple[float, float, float, int]:
     r = d.same
-    one, gpus = r.uniform(1e7, 3e8), r.choice([1, 8, 100, 4096, 16_384, 100_000])
+    one, gpus = 10 ** r.uniform(4, 8.5), r.choice([1, 8, 100, 4096, 16_384, 100_000])
     mean = one / gpus
     save = mean * r.choice([0.001, 0.01, 0.1, 0.3, 1.0])
     restart = mean * r.choice([0.0, 0.02, 0.3, 1.5])
@@ -62,6 +63,8 @@ def _about_interval(case: Case) -> str:
         young(save + restart, mean): "a restart costs as much at any interval",
         math.sqrt(save * mean): "a failure loses half an interval on average",
         mean: "that is M; work that is not saved for so long is mostly lost",
+        round(case.wanted): "do not round",
+        int(case.wanted): "do not round",
         case.wanted / 60: "in seconds",
         case.wanted / 3600: "in seconds",
     }
@@ -171,13 +174,18 @@ def _digests(d: Draw) -> tuple[list[list[int]]]:
     together = d.case % 3 == 0  # the wrong ones agree with each other
     found = []
     for k in range(rows):
-        row = [r.randrange(-(2**63), 2**63)] * ranks
-        other = r.randrange(-(2**63), 2**63)
+        right = r.randrange(1 - 2**63, 2**63)
+        row, other = [right] * ranks, _another(r, right)
         for rank in wrong:
             if k >= since[rank] and not (d.case % 5 == 4 and k > since[rank]):
-                row[rank] = other if together else r.randrange(-(2**63), 2**63)
+                row[rank] = other if together else _another(r, right)
         found.append(row)
     return (found,)
+
+
+def _another(r: Random, right: int) -> int:
+    """Return another digest; some differ in one bit, or in their sign."""
+    return r.choice([r.randrange(-(2**63), 2**63), right ^ 1, right ^ 2**62, -right])
 
 
 def _about_suspect(case: Case) -> str:
@@ -252,11 +260,16 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
     group = part if cause == "order" else r.choice([world, part])
     odd = r.choice(group)
     name, other = r.sample(NAMES, 2)
+    place = r.choice(["collective", "recv", "code", "returned"])
+    gone = cause in ("stuck", "left") and place in ("code", "returned")
+    if gone:  # only a broadcast ends on one rank before all have come
+        name, other = "broadcast", r.choice([n for n in NAMES if n != "broadcast"])
     outside = [rank for rank in world if rank not in group]
     if cause == "order" and r.random() < 0.5:  # the odd rank alone is in the other one
         call(part, name, but=odd)
+        wide = r.choice([name, other])  # of all: two names would be another fault
         for rank in (odd, *outside):
-            calls[rank].append((r.choice([name, other]), world))
+            calls[rank].append((wide, world))
         return calls, where
     if cause == "order":
         calls[odd].append((name, part))
@@ -270,14 +283,14 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
         one, waits, *_ = r.sample(
             [rank for rank in group if rank != odd], len(group) - 1
         )
-        place = r.choice(["collective", "recv", "code", "returned"])
         where[one] = place
         if place == "recv":  # a message that the odd rank has not sent
             calls[one].pop()
         if outside and r.random() < 0.5:  # one waits for a rank that waits
             far = outside.pop()
             calls[far].append((other, tuple(sorted([far, waits]))))
-    if cause in ("skipped", "order") or r.random() < 0.3:  # the others wait for these
+    # The others wait for these; for a rank that has gone on they would wait, too.
+    if cause in ("skipped", "order") or (not gone and r.random() < 0.3):
         for rank in outside:
             calls[rank].append((other, world))
     else:  # nobody waits for the others

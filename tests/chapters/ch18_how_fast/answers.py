@@ -192,6 +192,13 @@ ANSWERS = answers(
         =>         continue
     never_the_last: a step may begin and end with a gap
         if end > reached: => if False:
+    from_a_millisecond_on: is missing
+        if begins > reached: => if begins > reached + 1e-3:
+    nothing_ran: a step may begin and end with a gap
+        gaps, reached = [], start
+        => if not events:
+        =>     return []
+        => gaps, reached = [], start
     unsorted: expected
         sorted(events) => events
     lengths: expected

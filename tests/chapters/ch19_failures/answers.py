@@ -56,6 +56,9 @@ ANSWERS = answers(
         return young(save, one / gpus) / 2
     twice_as_long: it is too long
         return 2 * young(save, one / gpus)
+    whole_seconds: do not round
+        return math.sqrt(2 * save * mean) * series - save
+        => return round(math.sqrt(2 * save * mean) * series - save)
     nothing: expected
         return None
     never: seconds above 0
@@ -163,6 +166,15 @@ ANSWERS = answers(
         return [], None => return [], 0
     backwards: in the order of ranks
         own != common], k => own != common][::-1], k
+    digests_as_floats: expected
+        enumerate(digests):
+        => enumerate([[float(own) for own in row] for row in digests]):
+    the_low_half: expected
+        enumerate(digests):
+        => enumerate([[own % 2**32 for own in row] for row in digests]):
+    without_signs: expected
+        enumerate(digests):
+        => enumerate([[abs(own) for own in row] for row in digests]):
     everybody_agrees: not all ranks agree
         return [], None
     """,
@@ -197,6 +209,26 @@ ANSWERS = answers(
         usual = max(ends, key=ends.count)
         odd = [r for r in group if calls[r][-1] != usual][0]
         return ["order", "skipped"][calls[odd][-1][1] == usual[1]], odd
+    diagnosis_of_the_stuck_first:
+        last = {r: calls[r][-1] for r, at in enumerate(where) if at == "collective"}
+        behind, odd = set(), {}
+        for rank, (_, group) in last.items():
+            names = {r: [name for name, g in calls[r] if g == group] for r in group}
+            k = len(names[rank])
+            behind |= {r for r in group if len(names[r]) < k}
+            kth = {r: names[r][k - 1] for r in group if len(names[r]) >= k}
+            once = [r for r in kth if [*kth.values()].count(kth[r]) == 1]
+            if len({*kth.values()}) > 1 and len(once) == 1:
+                odd[rank] = once[0]
+        for cause, place in (("stuck", "code"), ("left", "returned")):
+            for rank in behind:
+                if where[rank] == place:
+                    return cause, rank
+        if odd:  # a skipped call before an order
+            return "skipped", next(iter(odd.values()))
+        members = min((group for _, group in last.values()), key=len)
+        waits = [last[member] for member in members]
+        return "order", next(m for m in members if waits.count(last[m]) == 1)
     rank_first: the cause, then the rank
         return "stuck", peer
         => return peer, "stuck"
