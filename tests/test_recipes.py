@@ -132,12 +132,15 @@ def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 SCHEDULES.update(eager_1f1b=eager_1f1b)
 '''),
+    "ddp_course/pipeline/__init__.py": insert(
+        "from ddp_course.pipeline.schedules import ", "eager_1f1b, "
+    ),
     "ddp_course/spec.py": insert(
         "\nSCHEDULES = {\n", '    "eager_1f1b": ScheduleName("Eager 1F1B"),\n'
     ),
     "tests/pipeline/test_schedules.py": append("""
 
-from ddp_course.pipeline.schedules import eager_1f1b  # noqa: E402
+from ddp_course.pipeline import eager_1f1b  # noqa: E402
 
 ORDERS[eager_1f1b] = [
     "0F0 0F1 0F2 0B0 0B1 0B2",
@@ -248,16 +251,13 @@ class Ternary(Gathered):
         "    sign        one bit a number\n", "    ternary     -1, 0 or 1\n"
     ),
     "ddp_course/spec.py": insert('    "sign": None,\n', '    "ternary": None,\n'),
-    "tests/compression/test_compressors.py": append("""
-
-def test_ternary_averages_on_ranks_as_in_one_process():
-    found = spawn(partial(as_ranks, partial(compressor, "ternary")), world_size=2)
-    for means, (metered, _) in found:
-        right = as_one(partial(compressor, "ternary", Exchange()), ranks=2)
-        assert all(map(torch.equal, means, right))
-        numel = sum(g.numel() for g in gradients(0, 0))
-        assert metered == numel + 4
-"""),
+    "tests/compression/test_compressors.py": insert(
+        'ALL += ("powersgd:1", "powersgd:3"', ', "ternary"'
+    ),
+    "ddp_course/theory/compression.py": insert(
+        "METHODS: dict[str, Callable[..., int]] = {\n",
+        '    "ternary": lambda shapes, d, n, rank, _: (n - 1) * (d + FLOAT32),\n',
+    ),
     "notebooks/14_fewer_bytes.ipynb": add_cells(
         new_markdown_cell("Ternary numbers: one of -1, 0 and 1 for each."),
         new_code_cell('compressor("ternary")'),
@@ -424,13 +424,14 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
     assert "99_toy: stored" in run(copy, *save, **no_ranks)
     assert "✓ **twice: passed.**" in (copy / "notebooks/99_toy.ipynb").read_text()
     chosen = (
-        "[twice or 99 or up_to_date or node_of or eager_1f1b or twins or ternary or "
+        "[twice or 99 or up_to_date or node_of or eager_1f1b or twins or "
+        "bytes_are_the_formula or "
         "test_architecture or readme or test_plain_words or pytorch_and_yet or "
         "house_rules or test_rooms"
     )
-    rooms = ("exercises", "right_answers", "wrong_answers", "figures", "rooms")
+    rooms = ("exercises", "right_answers", "wrong_answers", "mutants", "figures")
     files = [
-        *(f"chapters/test_{name}.py" for name in rooms),
+        *(f"chapters/test_{name}.py" for name in (*rooms, "rooms")),
         *("test_repository.py", "test_architecture.py"),
         *("test_plain_words.py", "test_cli.py", "pipeline/test_schedules.py"),
         *("twins/test_twins.py", "compression/test_compressors.py"),
@@ -455,9 +456,10 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
         "test_a_floor_imports_only_from_lower_floors",
         "99_toy::ipynb::Cell 1",
         "test_the_solution_passes[node_of]",
+        "test_a_judge_rejects_mutants_of_its_solution[node_of]",
         "test_eager_1f1b_keeps_one_microbatch_more",
         "test_legal_for_every_number_of_ranks_and_microbatches[eager_1f1b]",
         "test_two_twins_train_like_one_process",
-        "test_ternary_averages_on_ranks_as_in_one_process",
+        "test_bytes_are_the_formula_and_numbers_those_of_one_process",
     ):
         assert re.search(re.escape(seen) + " PASSED", results), (seen, results[-9000:])

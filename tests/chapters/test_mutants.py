@@ -19,16 +19,6 @@ from ddp_course.lab.exercises import NOT_YET, PASSED, exercise, expect
 
 WHICH = os.environ.get("DDP_COURSE_MUTANTS", "CI")
 EXERCISES = all_exercises()
-HERE = [
-    *("my_pieces", "my_staleness", "my_replay", "my_may_begin", "my_priority"),
-    *("my_least_time", "my_late_steps", "from_bits", "master_step", "next_scale"),
-    *("my_memory", "my_outer_step", "place_weights", "who_waits", "my_bucket_plan"),
-    *("my_schedule", "ranks_needed", "my_gpipe", "my_cut", "my_ledger", "my_slice"),
-    *("largest_batch", "step_in_backward", "my_merge", "my_zigzag", "my_ring"),
-    *("my_gradient_check", "my_kept"),
-    *("my_flops", "my_exposed", "my_straggler", "my_step_time", "my_gaps"),
-    *("my_interval", "my_rows", "my_suspect", "my_diagnosis"),
-]
 ON_RANKS = [
     *("swap", "my_transpose", "sharded_step", "clip_shards", "agreed_step"),
     *("my_topk_mean", "my_one_f_one_b", "my_average", "global_rank"),
@@ -38,6 +28,7 @@ ON_RANKS = [
     *("sharded_linear", "vocab_loss", "my_broadcast", "mini_ddp", "repaired"),
     *("my_dispatch", "my_auxiliary_loss", "my_two_averages", "my_carry", "my_layout"),
 ]
+HERE = [name for name in EXERCISES if name not in ON_RANKS]
 
 
 def chosen(name: str, number: int) -> list:
@@ -75,8 +66,8 @@ def survivors(name: str, number: int) -> list[str]:
     return [words for (words, _), verdict in pairs if verdict.status == PASSED]
 
 
-def test_every_exercise_is_mutated():
-    assert {*HERE, *ON_RANKS} == {*EXERCISES}
+def test_every_exercise_on_ranks_exists():
+    assert {*ON_RANKS} <= {*EXERCISES}
 
 
 @pytest.mark.parametrize("name", HERE)
