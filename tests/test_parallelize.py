@@ -96,7 +96,7 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
     (choose(4, zero=3, shard=3), "shard is 3 and dp is 4; shard must"),
     (choose(4, zero=1, shard=2), "shard is 2 and zero is 1; shard needs zero 3"),
     (choose(4, zero=3, shard=0), "shard is 0; it must be 1 or more"),
-    (choose(4, sharp=2), "there is no option 'sharp'; the options are dp, ep, pp, cp"),
+    (choose(4, sharp=2), "there is no option 'sharp'; the options are dp, "),
     (choose(4, strategy="zero2"), "strategy 'zero2' is --zero 2 now, train.zero=2"),
     (choose(4, strategy="tp"), "strategy 'tp' is --tp N now, train.tp=N., with the"),
     (choose(4, strategy="x"), "strategy 'x' does not exist; see --data-parallel"),
