@@ -267,7 +267,7 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
     outside = [rank for rank in world if rank not in group]
     if cause == "order" and r.random() < 0.5:  # the odd rank alone is in the other one
         call(part, name, but=odd)
-        wide = r.choice([name, other])  # of all: two names would be another fault
+        wide = r.choice([name, other])  # one name, as two would be another fault
         for rank in (odd, *outside):
             calls[rank].append((wide, world))
         return calls, where
@@ -289,7 +289,7 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
         if outside and r.random() < 0.5:  # one waits for a rank that waits
             far = outside.pop()
             calls[far].append((other, tuple(sorted([far, waits]))))
-    # The others wait for these; for a rank that has gone on they would wait, too.
+    # The others also wait for these ranks, unless one of them has gone on.
     if cause in ("skipped", "order") or (not gone and r.random() < 0.3):
         for rank in outside:
             calls[rank].append((other, world))
