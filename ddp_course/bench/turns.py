@@ -58,7 +58,9 @@ class Pair:
 def against(
     beside: str, variants: Mapping[str, float | Mapping[int, float] | None]
 ) -> list[Pair]:
-    """Return pairs with one `beside`, from {variant: required ratio, or None}.
+    """Return pairs of each variant and `beside`, whose time is the denominator.
+
+    `variants` maps a name to the required ratio, or None.
 
     A variant whose name ends in "again" is a control.
     """

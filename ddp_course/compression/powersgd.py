@@ -56,7 +56,7 @@ class PowerSGD(Compressor):
         self.qs: dict[int, list[Tensor]] = {}  # bucket -> its Q matrices
 
     def mean(self, bucket: Any) -> Tensor:
-        """Average matrices by their factors, and all other gradients unchanged."""
+        """Average matrices by their factors, and all other gradients uncompressed."""
         index, whole = bucket.index(), self.step < self.start
         self.step += bucket.is_last()
         if whole:

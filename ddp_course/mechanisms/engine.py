@@ -47,7 +47,7 @@ class BucketReducer:
         empty: allocates the memory of a bucket: `empty(numel, dtype=..., device=...)`.
     """
 
-    unused: frozenset[Tensor] = frozenset()  # without a gradient on all ranks
+    unused: frozenset[Tensor] = frozenset()  # no rank has their gradient
 
     def __init__(
         self,

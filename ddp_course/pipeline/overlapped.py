@@ -122,9 +122,9 @@ class MessagesAhead:
 
 
 def horizons(groups: Sequence[InstructionGroup], ahead: int) -> list[int]:
-    """Return, for each group, the last group whose receives are posted by then. Pure.
+    """Return, for each group, the last group whose receives are posted before it runs.
 
-    It is the group of the action that is `ahead` actions after the next action.
+    Receives are posted up to the `ahead`-th action after the group's next action. Pure.
     """
     actions = [n for n, group in enumerate(groups) if group[0].kind == "compute"]
     lasts = []

@@ -95,7 +95,7 @@ class ColumnProduct(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinear
     ) -> Tensor:
-        """Join the sequence, if it is cut; multiply."""
+        """Gather the sequence, if it is cut, and multiply it by the weight."""
         x = layer.group.all_gather(x, 1) if layer.sequence_parallel else x  # (..., I)
         ctx.save_for_backward(x, weight)
         ctx.own, ctx.layer = (weight, bias), layer

@@ -200,7 +200,7 @@ class _Handle:
 
 @exercise("my_late_steps", solution=solutions.my_late_steps)
 def check_my_late_steps(answer: Answer) -> str:
-    """`my_late_steps(layers, optimizers, send)`: all is sent, each layer waits alone.
+    """`my_late_steps(layers, optimizers, send)`: send all; layers wait one by one.
 
     How can PyTorch call you just before a layer runs, and only once?
 

@@ -36,7 +36,7 @@ class Seen:
         forward, backward: bytes sent, counted.
         kept: bytes that are kept for backward.
         u: the bytes of this rank's keys and values.
-        written: bytes that this rank wrote in backward, by the operating system.
+        written: bytes that this rank wrote in backward, as the system counts them.
     """
 
     error: float

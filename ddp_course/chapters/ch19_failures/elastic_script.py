@@ -61,7 +61,7 @@ def train(folder: Path, steps: int = STEPS, lr: float = 0.05) -> dict:
         record["rows"] += torch.cat(parts).tolist()
         if rank == 0:
             save(folder, model, optimizer, record)
-    dist.barrier()  # the checkpoint is there, whoever looks
+    dist.barrier()  # no rank looks for the checkpoint before it exists
     return record
 
 
