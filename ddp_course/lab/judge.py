@@ -23,6 +23,7 @@ passes its own hint, then the others:
     least     the bytes that these collectives send, at most the solution's
     few       the number of these collectives, at most the solution's
     memory    the bytes that stay in tensors after the call, with a small allowance
+    list      whether lists of tensors still have the same tensors, in the same order
     later     whether a later call has changed an earlier result
 
 "sends" and "messages" cannot be combined with others that count calls; "collectives"
@@ -65,6 +66,7 @@ TABLE = {
     "kept": "changed `{changed}`, which it was given; work on a copy.",
     "in_place": "left {got_in_place} in `{changed}`; expected "
     "{wanted_in_place}{place_in_place}. {hint}",
+    "list": "changed the list `{changed_list}` itself; change its tensors alone.",
     "bytes": "wrote {written:,} bytes by the operating system's count; the solution "
     "writes {needed:,}.",
     "messages": "sent {sent}, as (rank, numbers); {wanted_sent} is enough.",
@@ -75,6 +77,7 @@ TABLE = {
     "memory": "keeps {more} bytes from call to call, beside its arguments.",
     "later": "changed the result of an earlier call: return a tensor of its own.",
 }
+ALWAYS = "fits", "right", "kept", "in_place", "list"
 SHAPES = ((1,), (5,), (2, 3), (4, 1), (3, 2, 2), (11, 13))
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 # Added to one number, these do not survive rounding to a narrower type (for int64, not
@@ -145,6 +148,8 @@ class Case:
         free: names of arguments that an answer may change.
         number: the case's number, with which a hint can draw other ranks' inputs.
         nothing: whether the solution returns nothing, so that any result is right.
+        lists: names of arguments, lists of tensors, in which only the answer has put,
+            removed or moved a tensor.
     """
 
     args: Mapping[str, Any]
@@ -156,6 +161,7 @@ class Case:
     free: Sequence[str] = ()
     number: int = 0
     nothing: bool = False
+    lists: Sequence[str] = ()
 
     def facts(self) -> dict[str, Any]:
         """Return which properties hold, and the names of what has changed."""
@@ -166,6 +172,8 @@ class Case:
             "in_place": True,
             "changed": "",
         }
+        lists = [name for name in self.lists if name not in self.free]
+        facts |= {"list": not lists, "changed_list": ", ".join(lists)}
         for name, arg in reversed(self.args.items()):  # the first one is named
             mine, right = self.after[name], self.right[name]
             if name not in self.free and not equal_values(mine, right, self.exact):
@@ -208,7 +216,7 @@ def same_as(
     text with which every hint begins; by default that is the call. `hints` replaces
     hints of `TABLE`. Raises Hint at the first difference.
     """
-    table = chosen(hints, ("fits", "right", "kept", "in_place", "later"))
+    table = chosen(hints, (*ALWAYS, "later"))
     results: list[tuple[Any, Any]] = []
     for number in range(cases):
         args = draw(Draw(number))
@@ -250,7 +258,7 @@ def same_on_ranks(
     if "collectives" in watch:
         watch = ["library", "least", "few", *(w for w in watch if w != "collectives")]
     compared = [name for name in watch if name in TABLE]
-    table = chosen(hints, ("fits", "right", "kept", "in_place", *compared, "later"))
+    table = chosen(hints, (*ALWAYS, *compared, "later"))
     explained = {name: hint for name, hint in table.items() if callable(hint)}
     table |= {name: f"{{why_{name}}}" for name in explained}
     if {"sends", "messages"} & {*watch}:
@@ -323,12 +331,17 @@ def run_both(
         passed = copied(args)
         contents = [_tensors(arg) for arg in passed]
         result, seen = _watched_call(called, passed, watch)
-        after = [before or now for before, now in zip(contents, passed, strict=True)]
-        outcomes.append((result, dict(zip(names, after, strict=False)), seen))
-    (wanted, right, theirs), (got, after, seen) = outcomes
+        after, changed = {}, set()
+        for name, old, now in zip(names, contents, passed, strict=False):
+            after[name] = old or now
+            if old and [*map(id, old)] != [*map(id, now)]:
+                changed.add(name)
+        outcomes.append((result, after, seen, changed))
+    (wanted, right, theirs, allowed), (got, after, seen, changed) = outcomes
     case = Case(dict(zip(names, args, strict=False)), got, wanted, after, right)
     nothing = inspect.signature(solution).return_annotation in (None, "None")
-    return replace(case, nothing=nothing), seen, theirs
+    lists = sorted(changed - allowed)
+    return replace(case, nothing=nothing, lists=lists), seen, theirs
 
 
 def copied(value: Any) -> Any:
@@ -433,12 +446,13 @@ def equal_values(got: Any, wanted: Any, exact: bool = False) -> bool:
 
     If `exact`, floating-point numbers must be equal, too. Lists and tuples with equal
     values are equal, as are numbers of Python and NumPy. Parameters must also have
-    equal gradients.
+    equal gradients, and be frozen or not alike.
     """
-    if isinstance(wanted, nn.Parameter) and not equal_values(
-        getattr(got, "grad", None), wanted.grad, exact
-    ):
-        return False
+    if isinstance(wanted, nn.Parameter):
+        same_grad = equal_values(getattr(got, "grad", None), wanted.grad, exact)
+        frozen = not getattr(got, "requires_grad", False)
+        if not same_grad or frozen == wanted.requires_grad:
+            return False
     if isinstance(wanted, Tensor):
         if not fits(got, wanted):
             return False
@@ -460,9 +474,8 @@ def equal_values(got: Any, wanted: Any, exact: bool = False) -> bool:
         both_nan = wanted != wanted and got != got
         return both_nan or math.isclose(got, wanted, rel_tol=1e-6, abs_tol=1e-12)
     if isinstance(wanted, float) and isinstance(got, Number):
-        return repr(float(got)) == repr(
-            wanted
-        )  # so 0.0 and -0.0 differ, nan equals nan
+        # 0.0 and -0.0 differ, nan equals nan, and an int is not a float.
+        return not isinstance(got, int) and repr(float(got)) == repr(wanted)
     if wanted is None or got is None:
         return got is wanted
     return bool(got == wanted)

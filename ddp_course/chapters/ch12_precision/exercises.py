@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_course.chapters.ch12_precision import solutions
 from ddp_course.lab.answers import Answer
-from ddp_course.lab.exercises import exercise, shown
+from ddp_course.lab.exercises import exercise, expect, shown
 from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_ranks
 from ddp_course.precision import FORMATS, bits_of
 
@@ -55,8 +55,8 @@ def check_from_bits(answer: Answer) -> str:
     hints = {"right": why, "fits": why}
     same_as(answer, solutions.from_bits, _bits, cases=300, exact=True, hints=hints)
     return (
-        "300 numbers, in four formats that there are and in others with 2 to 8 bits of "
-        "exponent, inf of both signs, nan, and the smallest number that float16 has"
+        "300 numbers, in four formats that there are and in others with 2 to 11 bits "
+        "of exponent, inf of both signs, nan, and the smallest number that float16 has"
     )
 
 
@@ -65,6 +65,8 @@ def _bits(d: Draw) -> tuple[str, str, str]:
         sign, exponent, fraction = list(BITS)[d.case].split()
         return sign, exponent, fraction
     e, f = d.same.randint(2, 8), d.same.randint(1, 23)
+    if d.case % 5 == 0:  # up to those of float64
+        e, f = d.same.randint(9, 11), d.same.randint(24, 52)
     ends = ["0" * e, "1" * e, None, None, None]
     exponent = d.same.choice(ends) or "".join(d.same.choices("01", k=e))
     fraction = d.same.choice(["0" * f, "".join(d.same.choices("01", k=f))])
@@ -93,9 +95,27 @@ def check_master_step(answer: Answer) -> str:
             exact=exact,
             hints=hints,
         )
+    _judge_storage(answer)
     return (
         "80 steps in bfloat16 and float16, with four learning rates: the parameters "
-        "are the rounded copies; some had no gradient, some were empty or strided"
+        "are the rounded copies, in their own storage; some had no gradient, some "
+        "were empty or strided"
+    )
+
+
+def _judge_storage(answer: Answer) -> None:
+    """Raise a Hint unless a buffer changes with the parameters that lie in it."""
+    buffer = torch.ones(6, dtype=torch.bfloat16)
+    parameters = [nn.Parameter(part) for part in buffer.view(2, 3)]
+    masters = [parameter.detach().float() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    answer(parameters, masters, 0.5)
+    expect(
+        equal_values(buffer, torch.full_like(buffer, 0.5)),
+        "For parameters that lie in one buffer, the buffer has not changed: "
+        "`parameter.data = ...` gives a parameter another storage. Copy the numbers "
+        "into the one it has.",
     )
 
 
@@ -110,6 +130,8 @@ def _parameters(
         parameter = nn.Parameter(numbers.to(dtype))
         if d.same.random() < 0.7 or not parameters:
             parameter.grad = (d.tensor(shape, torch.float32) / 300).to(dtype)
+            if d.case % 10 == 9 and shape:  # a plain step does not look at its numbers
+                parameter.grad[:1] = math.inf
         parameters.append(parameter)
         # A parameter without a gradient is not its rounded copy: rounding is seen.
         masters.append(parameter.detach().float() + 2.0**-14 + (parameter.grad is None))
@@ -127,6 +149,8 @@ def wrong_master(case: Case) -> str:
     for old, (parameter, master), (right, copy) in zip(olds, news, rights, strict=True):
         if parameter.dtype != right.dtype or master.dtype != copy.dtype:
             return untyped
+        if parameter.requires_grad != right.requires_grad:
+            return "froze a parameter; leave `requires_grad` as it is."
         if not equal_values(parameter.grad, right.grad):
             return "changed the gradients; leave them as they are."
         if right.grad is None and not (
@@ -172,13 +196,16 @@ def check_next_scale(answer: Answer) -> str:
 
     hints = {"right": why, "fits": why}
     same_as(answer, solutions.next_scale, _scale, cases=200, hints=hints)
-    return "200 steps, a third of them with inf, for scales of 2^-20 to 2^30"
+    return (
+        "200 steps, a third of them with inf, for scales of 2^-20 to 2^30 and between"
+    )
 
 
 def _scale(d: Draw) -> tuple[float, int, bool, int]:
     interval = d.same.choice([1, 2, 3, 7, 2000])
     clean = d.same.choice([0, interval - 1, d.same.randrange(interval)])
-    return 2.0 ** d.same.randint(-20, 30), clean, d.same.random() < 0.3, interval
+    scale = d.same.choice([1.0, 1.0, 3.0, 0.7]) * 2.0 ** d.same.randint(-20, 30)
+    return scale, clean, d.same.random() < 0.3, interval
 
 
 # ---- agreed_step -------------------------------------------------------------------

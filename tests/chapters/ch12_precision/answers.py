@@ -80,6 +80,18 @@ ANSWERS = answers(
         return np.float64(solutions.from_bits(sign, exponent, fraction))
     two_formats_only: the exponent has
         2 ** (len(exponent) - 1) - 1 => {5: 15}.get(len(exponent), 127)
+    rounded_to_float32: the exponent has
+        size = math.nan if f else math.inf => size = math.nan if f else math.inf
+        return -size if => size = torch.tensor(size, dtype=torch.float64).float().item()
+        => return -size if
+    a_fraction_of_23_bits: the exponent has
+        e, f = int(exponent, 2) => fraction = fraction[:23]; e, f = int(exponent, 2)
+    an_exponent_of_8_bits: the exponent has
+        e, f = int(exponent, 2) => exponent = exponent[:8]; e, f = int(exponent, 2)
+    whole_numbers_as_int: what fp16 keeps of 1
+        size = solutions.from_bits(sign, exponent, fraction)
+        whole = math.isfinite(size) and size == int(size) and size != 0
+        return int(size) if whole else size
     four_bits_have_no_inf: the exponent has 4 bits
         "0" not in exponent => "0" not in exponent and len(exponent) != 4
     """,
@@ -130,6 +142,13 @@ ANSWERS = answers(
     pairs_that_shift: must match the size
         zip(parameters, masters, strict=True)
         => zip([p for p in parameters if p.grad is not None], masters, strict=False)
+    another_storage: another storage
+        parameter.data.copy_(master) => parameter.data = master.to(parameter.dtype)
+    skips_inf: taken from the copy
+        if parameter.grad is not None
+        => if parameter.grad is not None and parameter.grad.isfinite().all()
+    freezes: leave `requires_grad` as it is
+        data.copy_(master) => data.copy_(master); parameter.requires_grad_(False)
     rounded_twice: expected the copies, rounded
         copy_(master) => copy_(master.bfloat16())
     """,
@@ -163,6 +182,9 @@ ANSWERS = answers(
         scale * 2, 0 => scale + 1, 0
     whole_scales: an inf was found
         scale / 2, 0 => scale // 2, 0
+    powers_of_two: in a row
+        scale, clean = solutions.next_scale(scale, clean, found, interval)
+        return 2.0 ** round(math.log2(scale)), clean
     never_below_one: an inf was found
         scale / 2, 0 => max(scale / 2, 1.0), 0
     counts_by_itself: in a row

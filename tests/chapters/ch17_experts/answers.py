@@ -208,6 +208,9 @@ ANSWERS = answers(
             for gradient in gradients:
                 dist.all_reduce(gradient, group=group)
                 gradient /= dist.get_world_size()
+    empties_the_lists: changed the list `dense` itself
+        solutions.my_two_averages(dense, experts, replicas)
+        dense.clear()
     rounded: in their own dtype
         gradient /= dist.get_world_size()
         => gradient.copy_((gradient / dist.get_world_size()).float())
