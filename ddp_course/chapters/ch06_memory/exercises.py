@@ -13,7 +13,7 @@ from ddp_course.chapters.ch06_memory import solutions
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, expect, judge
 from ddp_course.lab.hard import hard_models
-from ddp_course.measure import MemoryLog, resident
+from ddp_course.measure import MemoryLog
 from ddp_course.model import GPTConfig, build_gpt
 
 # ---- my_ledger ---------------------------------------------------------------------
@@ -37,7 +37,7 @@ def check_my_ledger(answer: Answer) -> str:
     """
     cases = list(_kept())
     for title, look_at, (model, optimizer) in cases:
-        right = resident(model, optimizer)
+        right = solutions.my_ledger(model, optimizer)
         before = _seen(model, optimizer)
         got = answer(model, optimizer)
         where = f"For {title},"
@@ -57,9 +57,16 @@ def check_my_ledger(answer: Answer) -> str:
             f"{where} after your function there are other gradients or states than "
             "before. (Looking up `optimizer.state[parameter]` makes an empty one.)",
         )
+        again = answer(model, optimizer)
+        expect(
+            again == got,
+            f"{where} a second call returned {code(one_line(again))}, and the first "
+            f"{code(one_line(got))}; count anew in every call.",
+        )
     return (
         f"{len(cases)} models: before and after a step, tied, with views, with "
-        "gradients in a bucket, of two types: each storage once, with all its bytes"
+        "gradients in a bucket, of two types, all in one buffer, of several groups: "
+        "each storage once within its kind, with all its bytes"
     )
 
 
@@ -113,6 +120,23 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
         f"{VIEW}in it a view begins.",
         (model, MOMENTUM(model.parameters())),
     )
+    yield (
+        "a model whose parameters, gradients and states lie in one buffer",
+        "Within its kind a storage counts once, and in another kind once more. A "
+        "number of Python has no storage.",
+        _in_one_buffer(),
+    )
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    groups = [{"params": [parameter]} for parameter in model[0].parameters()]
+    optimizer = MOMENTUM(groups)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    yield (
+        "a model of which two parameters are trained, each in a group of its own",
+        "Parameters and gradients are the model's; states are those of all groups.",
+        (model, optimizer),
+    )
     for name, model, _ in hard_models():
         once = "Each storage counts once, by all its bytes."
         yield f"a model with {name}", once, _stepped(model, MOMENTUM)
@@ -125,6 +149,22 @@ def _stepped(model: nn.Module, make: Callable) -> Watched:
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    return model, optimizer
+
+
+def _in_one_buffer() -> Watched:
+    """Return a model and an optimizer whose tensors are views of one buffer."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer, parameters = MOMENTUM(model.parameters()), list(model.parameters())
+    sizes = [parameter.numel() for parameter in parameters]
+    parts = iter(torch.zeros(100).split([*sizes * 3, 100 - 3 * sum(sizes)]))
+    for parameter in parameters:
+        parameter.data = next(parts).view_as(parameter)
+    for parameter in parameters:
+        parameter.grad = next(parts).view_as(parameter)
+    for parameter in parameters:
+        momentum = next(parts).view_as(parameter)
+        optimizer.state[parameter] = {"momentum_buffer": momentum, "steps": 3}
     return model, optimizer
 
 

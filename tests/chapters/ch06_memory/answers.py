@@ -17,7 +17,10 @@ ANSWERS = answers(
             "parameters": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer states": [
-                t for p in parameters for t in optimizer.state.get(p, {}).values()
+                t
+                for p in parameters
+                for t in optimizer.state.get(p, {}).values()
+                if torch.is_tensor(t)
             ],
         }
         return {
@@ -74,6 +77,42 @@ ANSWERS = answers(
         () for tensor in tensors => () for tensor in tensors if tensor.dim()
     forgets_the_bias: parameters are
         () for tensor in tensors => () for tensor in tensors if tensor.dim() != 1
+    across_all_kinds: in another kind once more
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        => storages = [tensor.untyped_storage() for tensor in tensors]
+        => storages = [s for s in storages if s.data_ptr() not in counted]
+        => counted.update(s.data_ptr() for s in storages)
+        parameters = list(model.parameters()) => counted = set()
+        => parameters = list(model.parameters())
+    numbers_of_python: A number of Python has no storage
+        ledger = solutions.my_ledger(model, optimizer)
+        for state in (s for kept in optimizer.state.values() for s in kept.values()):
+            ledger["optimizer states"] += 8 * isinstance(state, int)
+        return ledger
+    states_by_object: Within its kind a storage counts once
+        count(s for s in states if isinstance(s, Tensor))
+        => sum(s.untyped_storage().nbytes() for s in states if isinstance(s, Tensor))
+    parameters_by_first_address: Within its kind a storage counts once
+        count(parameters)
+        => sum(s.nbytes() for s in
+        =>     {p.data_ptr(): p.untyped_storage() for p in parameters}.values())
+    states_as_views: Within its kind a storage counts once
+        count(s for s in states if isinstance(s, Tensor))
+        => sum(s.nbytes for s in states if isinstance(s, Tensor))
+    in_the_first_call_only: count anew in every call
+        ledger = solutions.my_ledger(model, optimizer)
+        for parameter in model.parameters():
+            if hasattr(parameter, "counted"):
+                ledger["parameters"] = 0
+            parameter.counted = True
+        return ledger
+    gradients_of_the_optimizer: Parameters and gradients are the model's
+        count(p.grad for p in parameters if p.grad is not None)
+        => count(p.grad for g in optimizer.param_groups for p in g["params"]
+        =>       if p.grad is not None)
+    states_of_the_first_group: states are those of all groups
+        optimizer.state.values()
+        => [optimizer.state.get(p, {}) for p in optimizer.param_groups[0]["params"]]
     only_the_total: expected a dictionary
         return sum(p.nbytes for p in model.parameters())
     makes_gradients: other gradients or states than before
