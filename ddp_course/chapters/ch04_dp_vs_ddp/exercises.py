@@ -279,6 +279,8 @@ CASES = {
     "sign": (False, "a zero of the last rank has another sign"),
     "double": (False, "a number of float64 of the last rank differs in its last bit"),
     "nan": (True, "all have the same model, with a nan in the same place"),
+    "frozen": (False, "a frozen weight of the last rank differs"),
+    "later": (False, "in a second call, the last rank has changed a weight since"),
 }
 
 
@@ -290,6 +292,11 @@ def _agree(function: Callable) -> list[dict[str, Any]]:
         before = {name: _bits(t) for name, t in model.state_dict().items()}
         barrier()
         got, written = written_by(function, model)
+        if case == "later" and got is True:
+            with torch.no_grad():
+                model[0].bias[1] += dist.get_rank() == dist.get_world_size() - 1
+            before = {name: _bits(t) for name, t in model.state_dict().items()}
+            got = function(model)
         after = {name: _bits(t) for name, t in model.state_dict().items()}
         one = {"case": what, "got": code(one_line(got)), "agree": agree}
         one |= {"is_bool": isinstance(got, bool), "right": got == agree}
@@ -310,7 +317,10 @@ def _model_for(case: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE))
     model.register_buffer("exact", torch.tensor([[0.1]], dtype=torch.float64))
     weight = model[0].weight
-    if case == "a bit" and rank == n - 1:
+    model[1].weight.requires_grad_(False)
+    if case == "frozen" and rank == n - 1:
+        model[1].weight[3] = 2.0
+    elif case == "a bit" and rank == n - 1:
         weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(1.0))
     elif case == "rank 0" and rank == 0 or case == "half" and rank < n / 2:
         weight[0, 0] = 1.0

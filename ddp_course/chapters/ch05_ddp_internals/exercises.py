@@ -355,6 +355,8 @@ SENDING = {
     "no_more": "called {more} more collectives than DDP's own; none is needed.",
     "untouched": "has another list than before: your function changed the list.",
     "same_weights": "has other parameters than before; the step is the optimizer's.",
+    "as_before": "left `ddp` in another state than before: {state}. Backwards that "
+    "come later need it as it was.",
     "right": "has a gradient that is not that of the mean over all rows (in the median "
     "{ratio:.2f} times as large). How much does a microbatch of few rows count? The "
     "mean over the ranks is DDP's part.",
@@ -443,6 +445,9 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
     facts["untouched"] = [*map(id, batches)] == [*map(id, microbatches)]
     pairs = zip(model.parameters(), _Regression().parameters(), strict=True)
     facts["same_weights"] = all(torch.equal(now, before) for now, before in pairs)
+    state = ["it no longer synchronises"] * (not ddp.require_backward_grad_sync)
+    state += ["it is in eval mode"] * (not ddp.training)
+    facts |= {"as_before": not state, "state": " and ".join(state)}
     facts["right"] = torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
     return facts | {"ratio": (got / wanted).median().item()}
 

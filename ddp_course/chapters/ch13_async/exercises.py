@@ -185,7 +185,11 @@ def _clocks(d: Draw) -> tuple[dict[int, int], int, float]:
         return dict(clocks), worker, bound
     workers = d.same.sample(range(1, 30), d.same.randint(1, 6))
     clocks = {worker: d.same.randint(0, 8) for worker in workers}
-    return clocks, d.same.choice(workers), d.same.choice([0, 1, 2, 3, 5, math.inf])
+    return (
+        clocks,
+        d.same.choice(workers),
+        d.same.choice([0, 1, 1.5, 2, 3, 3.75, math.inf]),
+    )
 
 
 # ---- my_server -----------------------------------------------------------------------

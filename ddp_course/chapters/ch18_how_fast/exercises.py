@@ -156,6 +156,8 @@ def _late_ranks(d: Draw) -> list[list[float]]:
     r = d.same
     ranks, collectives = r.randint(2, 8), r.randint(1, 6)
     late = r.randrange(ranks)
+    # A clock may begin anywhere: far from 0, or, as of another one, below it.
+    zero = (0, 0, -500, 100_000)[d.case % 4]
     rows = []
     for k in range(collectives):
         row = [k * 40 + r.choice([0, 1]) + 2 * x for x in r.sample(range(ranks), ranks)]
@@ -166,7 +168,7 @@ def _late_ranks(d: Draw) -> list[list[float]]:
             row[row.index(max(row))] += 1
         if d.case % 3 == 2 and k == 0:  # two ranks come last together
             row[(late + 1) % ranks] = max(row)
-        rows.append([x / (4096 if d.case % 2 else 8) for x in row])
+        rows.append([zero + x / (4096 if d.case % 2 else 8) for x in row])
     return rows
 
 
@@ -180,7 +182,7 @@ def _about_straggler(case: Case) -> str:
         return f"{found}: the rank, then the seconds."
     if [*got] == [rank + 1, seconds]:
         return f"{found}: ranks count from 0."
-    if got[1] == round(seconds, 3):
+    if got[1] == round(seconds, 3) != seconds:
         return f"{found}: do not round."
     if got[1] > seconds and any(row.count(max(row)) > 1 for row in starts):
         return f"{found}: ranks that come last together cost nothing."

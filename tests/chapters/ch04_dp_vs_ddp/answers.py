@@ -223,6 +223,16 @@ ANSWERS = answers(
         len(set(everyones)) == 1 => checksum(model.state_dict()) == everyones[0]
     nan_is_never_equal: with a nan in the same place
         == 1 => == 1 and all((t == t).all() for t in model.state_dict().values())
+    forgets_frozen_ones: a frozen weight of the last rank differs
+        state = dict(model.named_buffers())
+        state |= {k: p for k, p in model.named_parameters() if p.requires_grad}
+        everyones = [""] * dist.get_world_size()
+        dist.all_gather_object(everyones, checksum(state))
+        return len(set(everyones)) == 1
+    answers_once: in a second call
+        if not hasattr(model, "agree"):
+            model.agree = solutions.replicas_agree(model)
+        return model.agree
     a_number: expected True or False
         len(set(everyones)) == 1 => len(set(everyones))
     by_their_print: differs in its last bit

@@ -238,6 +238,12 @@ ANSWERS = answers(
     one_backward: one microbatch in memory at a time
         rows = sum(len(x) for x, _ in microbatches)
         sum(ddp(x, y) * len(x) / rows for x, y in microbatches).backward()
+    never_synchronises_again: it no longer synchronises
+        solutions.accumulate(ddp, microbatches)
+        ddp.require_backward_grad_sync = False
+    stays_in_eval_mode: it is in eval mode
+        ddp.eval()
+        solutions.accumulate(ddp, microbatches)
     averages_by_hand: more collectives than DDP's own
         solutions.accumulate(ddp, microbatches)
         for p in ddp.parameters():

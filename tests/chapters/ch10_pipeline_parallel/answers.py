@@ -63,6 +63,8 @@ ANSWERS = answers(
         return row
     of_one_digit: With 2 stages and 12 microbatches
         {microbatch} => {microbatch % 10}
+    ten_stages_at_most: rank 10 has stage 10
+        {rank} => {min(rank, 9)}
     one_microbatch_at_a_time: the forwards of all microbatches come first
         return [f"{rank}{op}{k}" for k in range(num_microbatches) for op in "FB"]
     odd_ranks_the_other_way: in the same order on all ranks

@@ -163,6 +163,8 @@ ANSWERS = answers(
         return clocks.pop(worker) - slowest <= bound
     of_three_workers: expected
         min(clocks.values()) => min(clocks[k] for k in sorted(clocks)[:3] + [worker])
+    a_rounded_bound: ahead of the slowest
+        <= bound => <= (bound if bound == float("inf") else round(bound))
     one_for_true: expected True or False
         return int(solutions.my_may_begin(clocks, worker, bound))
     """,

@@ -35,6 +35,8 @@ def arrival(handles, optimizer):
     return arrive
 
 
+TIMES = {}
+
 ANSWERS = answers(
     solutions,
     globals(),
@@ -136,6 +138,13 @@ ANSWERS = answers(
         return np.int64(solutions.my_least_time(forward, backward, send))
     least_as_a_float:
         return float(solutions.my_least_time(forward, backward, send))
+    rounded_to_16_bits: the longest of all layers' paths counts
+        time = solutions.my_least_time(forward, backward, send)
+        return int(torch.tensor(float(time)).bfloat16())
+    remembers_without_forward: the longest of all layers' paths counts
+        key = tuple(backward), tuple(send)
+        time = solutions.my_least_time(forward, backward, send)
+        return TIMES.setdefault(key, time)
     of_four_layers: IndexError
         range(len(send)) => range(4)
         sum(send[: c + 1]) => sum(send[:c], send[c])

@@ -82,6 +82,8 @@ ANSWERS = answers(
         => chunks[2 * ranks - 1 - rank] + chunks[rank]
     a_chunk_twice: no rank has position
         chunks[2 * ranks - 1 - rank] => chunks[rank]
+    a_thousand_positions: no rank has position 1000
+        min((k + 1) * size, length) => min((k + 1) * size, length, 1000)
     with_gaps_as_none: a list of positions for each rank
         return [chunks[rank] + chunks[2 * ranks - 1 - rank] for rank in range(ranks)]
         => return [[None] for rank in range(ranks)]

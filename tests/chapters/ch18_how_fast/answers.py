@@ -128,6 +128,12 @@ ANSWERS = answers(
             cost[rank] = cost.get(rank, 0.0) + row[rank] - max(others)
         rank = max(cost, key=cost.get)
         return rank, cost[rank]
+    from_zero_on: expected
+        for times in starts: => for times in starts:
+        =>     times = [max(0.0, time) for time in times]
+    in_float32: expected
+        for times in starts: => for times in starts:
+        =>     times = np.float32(times).tolist()
     most_often_last: seconds count, not how often
         last = [row.index(max(row)) for row in starts]
         worst = max(range(len(starts[0])), key=last.count)
