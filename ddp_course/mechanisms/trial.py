@@ -1,6 +1,6 @@
 """Try out optimizers before they step a model that is divided over ranks.
 
-A rank that has a part of every matrix cannot compute the matrix's norm, the means of
+A rank that has only a part of a matrix cannot compute the matrix's norm, the means of
 its rows or its singular vectors. A rank that has some of the layers cannot compute a
 norm over all of them. PyTorch's DTensor asks the other ranks; here a part is a plain
 tensor, and its optimizer may be of any class. PyTorch has one hook for the steps of all
