@@ -24,8 +24,8 @@ def digest(tensors: Iterable[Tensor]) -> int:
     """Return 64 bits of all numbers: one flipped bit surely changes them.
 
     Each number's bits, as an integer, are multiplied by an odd number for its place,
-    and added modulo 2**64. So numbers that change places are seen, too. (Changes of
-    several bits may cancel each other, by a rare chance.)
+    and added modulo 2**64. So two float32 numbers that change places are seen, too.
+    (Changes of several bits may cancel each other, by a rare chance.)
     """
     total, first = 0, 1
     for tensor in tensors:

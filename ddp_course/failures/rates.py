@@ -54,7 +54,8 @@ PUBLISHED = (
     # at least 35 restarts by hand, some 70 automatic ones, in about two months
     FailureCount("OPT-175B", 992, 992 * 60 * 24, 105, "2205.01068, section 2.5"),
     FailureCount("BLOOM", 384, 384 * 7 * 24, 1, "its chronicles: a GPU about weekly"),
-    # per 1,000 days of nodes with 8 GPUs; clusters of 16,000 and 8,000 GPUs
+    # per 1,000 days of nodes with 8 GPUs, as others quote the paper; clusters of 16,000
+    # and 8,000 GPUs
     FailureCount("Meta RSC-1", 16_000, 8000 * 24, 6.50, "2410.21680"),
     FailureCount("Meta RSC-2", 8_000, 8000 * 24, 2.34, "2410.21680"),
 )

@@ -132,7 +132,7 @@ def _recorded(hang: Callable[[int], None], odd: int, folder: Path) -> None:
 def dump_recorder(folder: Path) -> None:
     """Write this rank's flight recorder as the file that `torchfrtrace` reads.
 
-    gloo records no groups, which the program needs: add them.
+    gloo records no names of groups, which the program needs: add the groups.
     """
     dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     groups = dist.distributed_c10d._world.pg_names.items()
