@@ -74,7 +74,7 @@ def cluster_here() -> Cluster:
     """Return the emulated cluster with the latency that messages have here.
 
     A message between processes takes time beyond its link: to wake the receiver, and
-    to be copied. On eight ranks that share two cores this is some tenths of a ms.
+    to be copied. On eight ranks that share two cores this is about 1 ms.
     """
     run = partial(spawn, nnodes=2, nproc_per_node=4, links=LINKS, output="none")
     return replace(CLUSTER, latency=statistics.median(run(latency)))

@@ -106,8 +106,8 @@ class Part:
 def parts(rows: int = 4096, channels: int = 1024) -> list[Part]:
     """Measure parts of a transformer's layer on one core, of `rows` tokens.
 
-    The numbers of each part are more than a cache holds. Attention is that of 1,024
-    tokens in each sequence.
+    Each part has more numbers than a core's own cache holds, but a large shared cache
+    may hold them. Attention is that of 1,024 tokens in each sequence.
     """
     n, c = rows, channels
     x, wide = torch.randn(n, c), torch.randn(n, 4 * c)
