@@ -27,8 +27,8 @@ def check_my_one_f_one_b(answer: Answer) -> str:
     How many microbatches may be in flight on rank r, and which action makes them fewer?
 
     Count the forwards and backwards so far. While forwards are left, and fewer
-    microbatches are in flight than num_ranks - rank, take a forward; otherwise take a
-    backward.
+    microbatches are in flight than there are ranks from this one to the last, take a
+    forward; otherwise take a backward.
     """
     for p, m in SHAPES:
         rows = []
