@@ -28,15 +28,19 @@ cloudpickle.cloudpickle.GLOBAL_OPS += (dis.opmap["LOAD_NAME"],)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that sends a library's wrapper of a cell's function by module name.
+    """A pickler that sends code with its file, and a library's wrapper by module name.
 
-    `functools.wraps` gives a wrapper, such as that of PyTorch's `once_differentiable`,
-    the module `__main__`. cloudpickle would then send the wrapper by value, together
-    with all globals of PyTorch that it uses.
+    From release 3.1.3 on, cloudpickle replaces the file by "<dynamic-code>": tracebacks
+    of ranks would have no lines. And `functools.wraps` gives a wrapper, such as that of
+    PyTorch's `once_differentiable`, the module `__main__`. cloudpickle would then send
+    the wrapper by value, together with all globals of PyTorch that it uses.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild `obj` in the rank, as `__reduce__` does."""
+        if isinstance(obj, types.CodeType):
+            _, arguments = self.dispatch_table[types.CodeType](obj)
+            return _rebuild_code, (obj.co_filename, *arguments)
         if isinstance(obj, types.FunctionType) and obj.__module__ == "__main__":
             home = obj.__globals__.get("__name__", "__main__")
             module = sys.modules.get(home)
@@ -54,6 +58,10 @@ class _Pickler(cloudpickle.Pickler):
                     _fill_in,
                 )
         return super().reducer_override(obj)
+
+
+def _rebuild_code(file: str, *arguments: Any) -> types.CodeType:
+    return types.CodeType(*arguments).replace(co_filename=file)
 
 
 def _rebuild_function(home: str, code: types.CodeType, name: str) -> types.FunctionType:

@@ -84,6 +84,12 @@ def test_functions_of_main_go_with_all_they_refer_to(bare_main):
     assert sent(of_main(SCRIPT, "main"), 2.5) == 12
 
 
+def test_code_keeps_the_file_that_tracebacks_name(bare_main):
+    cell = compile("def outer():\n    return lambda: 0", "the cell", "exec")
+    outer, _, _ = unpack_call(pack_call(of_main(cell, "outer"), ()))
+    assert [f.__code__.co_filename for f in (outer, outer())] == ["the cell"] * 2
+
+
 def test_plain_pickle_would_not_do(bare_main):
     """A planted mistake: the standard library's pickle instead of cloudpickle."""
     with pytest.raises((AttributeError, pickle.PicklingError)):
