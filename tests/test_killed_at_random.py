@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch
 
-from ddp_course.failures.killed import (
+from ddp_course.bench.killed import (
     SAVE,
     KilledRun,
     Progress,

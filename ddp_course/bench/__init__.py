@@ -15,6 +15,7 @@
     order           priority over our DDP on slow links, beside a simulation
     precision       a training step in 16 bits, ours beside PyTorch's
     interval        time lost to saves and failures, at several intervals
+    killed          ranks that are killed at random, and continue from checkpoints
     predict         a step of twenty layouts, beside what is predicted of it
     emulated        ranks with a memory limit, a slow chip and slow links
     compression     a training step that sends gradients in fewer bytes

@@ -1,17 +1,16 @@
 """Time that a training loses to saves and failures, at several checkpoint intervals.
 
 Ranks are killed at random times and continue from their last checkpoint, see
-`failures.killed`. Restarts do not count: they cost the same at any interval. Chapter
-19.
+`bench.killed`. Restarts do not count: they cost the same at any interval. Chapter 19.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ddp_course.bench.killed import MEAN, SAVE, killed_runs
 from ddp_course.bench.turns import Pair, Row, row
 from ddp_course.failures.interval import daly, expected_time
-from ddp_course.failures.killed import MEAN, SAVE, killed_runs
 
 ABOUT = "Lost time at the predicted checkpoint interval, beside the best one found."
 PREDICTED, BEST = "predicted interval", "best interval found by running"

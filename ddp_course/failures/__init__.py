@@ -4,7 +4,6 @@ Read the modules in this order:
 
     rates        published counts of failures; the time until one of N devices fails
     interval     seconds of work between two saves: Young's, Daly's, the expected time
-    killed       ranks that are killed at random times, and continue from checkpoints
     position     samples that all ranks together have used; resume on other numbers
     async_save   a copy in memory, written by a thread while training goes on
     notice       SIGTERM, noted by one rank, agreed by all
