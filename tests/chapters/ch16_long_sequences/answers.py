@@ -176,7 +176,7 @@ ANSWERS = answers(
         return verdicts => return all(verdicts)
     loose: returned
         1e-7 * (1 + abs(slope)) => 3e-2 * (1 + abs(slope))
-    not_relative: times 0.001
+    not_relative: returned
         1e-7 * (1 + abs(slope)) => 1e-2
     tight: returned
         1e-7 * (1 + abs(slope)) => 0

