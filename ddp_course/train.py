@@ -48,7 +48,7 @@ from ddp_course.parallelize import (
     whole,
 )
 from ddp_course.precision import GradScaler
-from ddp_course.spec import Training, check_fields, layout_for
+from ddp_course.spec import Layout, Training, check_fields, layout_for
 
 
 def train_simply(
@@ -174,26 +174,9 @@ def train(
         start = time.perf_counter()
         for step in range(resumed_at, steps):
             batch = corpus.batch(step, batch_size, config.block_size, seed)
-            # (B/shares, T)
-            x, y = (shard(t, share, shares).to(my_device) for t in batch)
+            mine = [shard(t, share, shares).to(my_device) for t in batch]
             with watch:
-                optimizer.zero_grad()
-                if "pp" in layout.mesh.axes:
-                    with autocast(layout):  # the schedule runs forward and backward
-                        loss = model.step(x, y, scaler.factor)
-                else:
-                    with autocast(layout):
-                        _, loss = model(x, y)
-                    loss = loss.mean()  # threads return a loss each
-                    scaler.scale(loss).backward()
-                if layout.data_parallel == "average":
-                    average_gradients(model)
-                if clip is not None:
-                    scaler.unscale_(optimizer)
-                    clip_gradients(model, optimizer, clip)
-                scaler.step(optimizer)
-                scaler.update()
-            loss = loss.detach().float()
+                loss = _step(model, optimizer, scaler, layout, clip, *mine)
             if notice is None:
                 losses.append(float(average(loss)))
             else:
@@ -213,6 +196,35 @@ def train(
     kept = state if keep_state else None
     digest = checksum(state)
     return History(losses, digest, seconds, world_size, resumed_at, kept, stopped)
+
+
+def _step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+    layout: Layout,
+    clip: float | None,
+    x: Tensor,
+    y: Tensor,
+) -> Tensor:
+    """Take a step with this rank's rows, each (B/shares, T); return their loss."""
+    optimizer.zero_grad()
+    if "pp" in layout.mesh.axes:
+        with autocast(layout):  # the schedule runs forward and backward
+            loss = model.step(x, y, scaler.factor)
+    else:
+        with autocast(layout):
+            _, loss = model(x, y)
+        loss = loss.mean()  # threads return a loss each
+        scaler.scale(loss).backward()
+    if layout.data_parallel == "average":
+        average_gradients(model)
+    if clip is not None:
+        scaler.unscale_(optimizer)
+        clip_gradients(model, optimizer, clip)
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.detach().float()
 
 
 def average_gradients(model: nn.Module) -> None:
