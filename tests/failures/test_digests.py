@@ -51,6 +51,11 @@ def test_numbers_that_change_places_are_seen():
     assert sum([a, b]).sum() == sum([b, a]).sum()  # a sum alone sees none of it
 
 
+def test_tensors_that_change_places_are_seen():
+    a, b = torch.ones(3), torch.full((3,), 2.0)
+    assert digest([a, b]) != digest([b, a])
+
+
 def test_a_strided_tensor_has_the_digest_of_its_numbers():
     matrix = torch.randn(4, 6)
     assert digest([matrix.T]) == digest([matrix.T.contiguous()]) != digest([matrix])
@@ -96,4 +101,5 @@ def test_a_spike_is_a_loss_far_above_those_before_it():
     falling = [9.0] * 8 + [1.0] * 7 + [1.6]
     assert first_spike(falling, window=4) == 15
     assert first_spike(falling, window=20) is None
+    assert first_spike([100.0, *[1.0] * 5, 3.0]) == 6  # a mean would be 17
     assert first_spike([3.0]) is first_spike([]) is None
