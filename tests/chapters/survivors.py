@@ -199,6 +199,7 @@ SURVIVORS = {
         "for rank, (_, group) in last.items(): come = [[g for _, g in calls[pee -> for "
         "rank, (_, group) in list(last.items())[:2]",
     ): "of two ranks that wait, one waits for the cause",
+    ("my_diagnosis", "for peer, number in zip(group, come, strict=True): "): ORDER,
     ("my_diagnosis", "for r in range(len(where)) if "): ORDER,
     ("my_diagnosis", "for member in members -> "): ORDER,
     ("my_diagnosis", "for member in members if "): ORDER,
