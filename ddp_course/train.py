@@ -207,7 +207,7 @@ def _step(
     x: Tensor,
     y: Tensor,
 ) -> Tensor:
-    """Take a step with this rank's rows, each (B/shares, T); return their loss."""
+    """Run one step on this rank's rows, each (B/shares, T); return their loss."""
     optimizer.zero_grad()
     if "pp" in layout.mesh.axes:
         with autocast(layout):  # the schedule runs forward and backward
