@@ -38,6 +38,7 @@ class Run:
     local_rank: int
     rows: list[int] = field(default_factory=list)  # numbers, in the order of training
     held_out: list[int] = field(default_factory=list)  # numbers of evaluated rows
+    switched_off: int = 0  # neurons that dropout switched off in the evaluation
     masks: list[Tensor] = field(default_factory=list)  # dropout masks, by batch
     own: list[Tensor] = field(default_factory=list)  # gradient of each batch's mean
     used: list[Tensor] = field(default_factory=list)  # gradient in each `step()`
@@ -71,6 +72,7 @@ class Watched(nn.Module):
         numbers = x[:, 0].int().tolist()
         if min(numbers) < 0:
             self.run.held_out += numbers
+            self.run.switched_off += (hidden == 0).sum().item()
         else:
             self._record(numbers, hidden.detach() != 0, loss)
         return loss
@@ -293,6 +295,11 @@ def wrong_evaluation(runs: Sequence[Run]) -> str:
             "no row."
         )
     for rank, run in enumerate(runs):
+        if run.switched_off:
+            return (
+                f"while rank {rank} evaluated its held-out rows, dropout switched off "
+                f"{run.switched_off} neurons. It belongs to training alone."
+            )
         if not isinstance(run.result, (int, float, Tensor)):
             return f"rank {rank} returned {one_line(run.result)}, which is no number."
         if abs(float(run.result) - run.loss) > 1e-4 * run.loss:

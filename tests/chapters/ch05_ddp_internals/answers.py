@@ -408,7 +408,7 @@ ANSWERS = answers(
         return total.item() / => return None if rank else total.item() /
     leaves_rows_out: and leave out no row
         range(rank, len(held_out), n) => range(rank, len(held_out) - 1, n)
-    dropout_in_evaluation: the mean loss of the 69 held-out rows is
+    dropout_in_evaluation: while rank 0 evaluated its held-out rows, dropout switched
         model.eval() => pass
     never_resumes: rank 0 trained with 96 rows; one epoch was left
         if path.exists() => if path.is_dir()
