@@ -1,0 +1,133 @@
+"""What each layout has saved, each other layout goes on with: all pairs of them.
+
+Two steps train one model, of experts, which every layout here can divide: the first
+step in one layout, the second in another, from the first one's checkpoint.
+"""
+
+import shutil
+from itertools import groupby, product
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_course.checkpoint import FORMAT
+from ddp_course.launch import spawn
+from ddp_course.mechanisms.saving import read_whole, seal, unseal, write_whole
+from ddp_course.model import GPTConfig
+from ddp_course.train import History, largest_difference, train
+
+SMALL = GPTConfig(block_size=12, n_layer=2, n_head=4, d_model=16)
+CURVE = {"batch_size": 8, "preset": SMALL, "clip": 0.5, "keep_state": True}
+CURVE |= {"experts": 8, "balance": 0.0}  # cp refuses a balance loss
+LAYOUTS = {  # the ranks, and how they share the training
+    "cp 2 x tp 2": (4, {"cp": 2, "tp": 2}),
+    "dp 2 x cp 2 x ZeRO-1": (4, {"dp": 2, "cp": 2, "zero": 1}),
+    "ep 4 inside dp 4": (4, {"dp": 4, "ep": 4}),
+    "ep 2 x tp 2": (4, {"ep": 2, "tp": 2}),
+    "ep 2 x pp 2": (4, {"ep": 2, "pp": 2, "microbatches": 2}),
+    "ep 2 inside dp 4 x ZeRO-2": (4, {"dp": 4, "ep": 2, "zero": 2}),
+    "ZeRO-3": (4, {"zero": 3}),
+    "dp 2 x cp 2 x pp 2": (8, {"dp": 2, "cp": 2, "pp": 2, "microbatches": 2}),
+}
+OTHERS = [pair for pair in product(LAYOUTS, repeat=2) if pair[0] != pair[1]]
+# Rounding moves no parameter by more than 7e-7 here, and the plants by 5e-4 and more:
+# Adam's step is about the learning rate, 3e-4.
+TOLERANCE = 1e-5
+
+Runs = dict[str, tuple[int, float, dict[str, torch.Tensor]]]  # by the folder's name
+
+
+def run_all(steps: int, folders: dict[str, Path]) -> Runs:
+    """Train until `steps` in each of these folders, in the layouts that they name."""
+    runs = {}
+    for name, folder in folders.items():
+        layout = LAYOUTS[name.rpartition(" -> ")[2]][1]
+        history = train(steps, checkpoint=folder, every=1, **CURVE, **layout)
+        runs[name] = history.resumed_at, history.losses[-1], history.state
+    return runs
+
+
+def on_ranks(steps: int, folders: dict[str, Path]) -> Runs:
+    """Return rank 0's runs, of one launch for each number of ranks."""
+
+    def ranks(name: str) -> int:
+        return LAYOUTS[name.rpartition(" -> ")[2]][0]
+
+    runs = {}
+    for world_size, names in groupby(sorted(folders, key=ranks), key=ranks):
+        some = {name: folders[name] for name in names}
+        runs |= spawn(run_all, steps, some, world_size=world_size, output="none")[0]
+    return runs
+
+
+@pytest.fixture(scope="module")
+def one_process() -> History:
+    return train(2, **CURVE)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """Return each layout's folder, with a checkpoint after one step."""
+    folder = tmp_path_factory.mktemp("saved")
+    folders = {name: folder / str(k) for k, name in enumerate(LAYOUTS)}
+    on_ranks(1, folders)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, tmp_path_factory) -> Runs:
+    folder = tmp_path_factory.mktemp("resumed")
+    folders = {f"{a} -> {b}": folder / str(k) for k, (a, b) in enumerate(OTHERS)}
+    for (a, _), copy in zip(OTHERS, folders.values(), strict=True):
+        shutil.copytree(saved[a], copy)
+    return on_ranks(2, folders)
+
+
+@pytest.mark.parametrize("pair", OTHERS, ids=" -> ".join)
+def test_each_layout_goes_on_with_the_checkpoint_of_each_other(
+    pair, resumed, one_process
+):
+    resumed_at, loss, state = resumed[" -> ".join(pair)]
+    assert resumed_at == 1
+    assert loss == pytest.approx(one_process.losses[-1], abs=1e-5)
+    assert largest_difference(state, one_process.state) < TOLERANCE
+
+
+# ---- plants: a checkpoint is wrong in one place --------------------------------------
+
+EXPERTS = "blocks.1.mlp.experts.up"  # (8, 64, 16)
+
+
+def swap_two(tensor: torch.Tensor) -> None:
+    """Exchange two experts' numbers."""
+    tensor[[0, 5]] = tensor[[5, 0]]
+
+
+def swap_experts(state: dict, names: list[str]) -> None:
+    """Two experts change places in the parameters of one layer."""
+    swap_two(state["model"][EXPERTS])
+
+
+def swap_moments(state: dict, names: list[str]) -> None:
+    """Two experts change places in Adam's moments of these parameters."""
+    moments = state["optimizer"]["state"][names.index(EXPERTS)]
+    for name in ("exp_avg", "exp_avg_sq"):
+        swap_two(moments[name])
+
+
+def nothing(state: dict, names: list[str]) -> None:
+    """The checkpoint is right."""
+
+
+@pytest.mark.parametrize("plant", [nothing, swap_experts, swap_moments])
+def test_a_wrong_place_in_a_checkpoint_is_seen(plant, saved, one_process, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved["ep 2 x tp 2"], copy)
+    (path,) = copy.iterdir()
+    state = unseal(read_whole(path, FORMAT)["state"])
+    plant(state, list(one_process.state))
+    write_whole({"format": FORMAT, "state": seal(state)}, path)
+    found = train(2, checkpoint=copy, every=1, **CURVE)
+    distance = largest_difference(found.state, one_process.state)
+    assert distance < TOLERANCE if plant is nothing else distance > 10 * TOLERANCE
