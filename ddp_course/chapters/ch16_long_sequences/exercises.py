@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -288,9 +289,9 @@ def _right(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient
 
 
-def _but_one(gradient: Tensor, x: Tensor) -> Tensor:
+def _but_one(gradient: Tensor, x: Tensor, place: int) -> Tensor:
     changed = gradient.clone()
-    changed.view(-1)[-1] += 1
+    changed.view(-1)[place] += 1
     return changed
 
 
@@ -309,9 +310,11 @@ def _across(gradient: Tensor, x: Tensor) -> Tensor:
 CHANGES: dict[str, Change] = {  # each changes backward's result
     "the right gradient": _right,
     "half of the gradient": lambda g, x: g / 2,
+    "the gradient with the other sign": lambda g, x: -g,
     "the gradient of other rows": lambda g, x: g.roll(1, 0) + 0.1,
     "zeros": lambda g, x: torch.zeros_like(g),
-    "the gradient, wrong in its last element": _but_one,
+    "the gradient, wrong in its first element": partial(_but_one, place=0),
+    "the gradient, wrong in its last element": partial(_but_one, place=-1),
     "a gradient with the same sum": _with_same_sum,
     "a gradient that is wrong across the tensor": _across,
     "a gradient that is off by a hundredth": lambda g, x: 1.01 * g,
@@ -359,21 +362,33 @@ def check_my_gradient_check(answer: Answer) -> str:
         answer,
         solutions.my_gradient_check,
         _function,
-        cases=48,
+        cases=60,
         where=lambda case: case.args["function"].words,
         hints={"fits": _about_check, "right": _about_check},
     )
-    return "48 functions of three tensors, with seven kinds of wrong gradients"
+    _expect_no_traces(answer)
+    return "60 functions of three tensors, with nine kinds of wrong gradients"
+
+
+def _expect_no_traces(answer: Answer) -> None:
+    function, tensors = _function(Draw(1))  # the second one requires gradients
+    answer(function, tensors)
+    kept = [x.requires_grad for x in tensors] == [False, True, False]
+    expect(
+        kept and all(x.grad is None for x in tensors),
+        "`my_gradient_check(function, tensors)` changed `tensors`: a gradient, or "
+        "another `requires_grad`, was left in them. Work on copies.",
+    )
 
 
 def _function(d: Draw) -> tuple[Callable[..., Tensor], list[Tensor]]:
     kinds = list(CHANGES)
-    name = list(FUNCTIONS)[d.case % 3 if d.case < 40 else 3]
+    name = list(FUNCTIONS)[d.case % 3 if d.case < 50 else 3]
     wrong = d.same.randrange(2 if FUNCTIONS[name] is _unused else 3)
     kind = kinds[d.case % len(kinds)]
     # small gradients: a check with an absolute tolerance takes half of one for right
     small = kind == "half of the gradient" and d.case > len(kinds)
-    scale, times = (1e-3, ", times 0.001") if small else (1.0, "")
+    scale, times = (1e-4, ", times 0.0001") if small else (1.0, "")
     changes = [CHANGES[kind] if k == wrong else _right for k in range(3)]
     random = torch.Generator().manual_seed(d.case)
     rows, channels = d.same.choice([(2, 3), (4, 2), (1, 5)])

@@ -157,8 +157,11 @@ def _with_gradient(function: Callable, scores: Tensor, chosen: Tensor) -> Any:
 def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     num_experts, k = d.same.choice([4, 7]), d.same.randint(1, 3)
     size = 0 if d.rank == d.zeros_on and d.n > 1 else d.own.randint(2, 40)
+    if d.case == 1:  # counts beyond the whole numbers of float16
+        size = d.own.randint(9000, 9999)
+    dtype = torch.float64 if d.case % 3 == 2 else torch.float32
     random = torch.Generator().manual_seed(10 * d.case + d.rank)
-    scores = torch.randn(size, num_experts, generator=random)
+    scores = torch.randn(size, num_experts, generator=random).to(dtype)
     scores += d.rank * torch.arange(num_experts)  # ranks prefer different experts
     bias = 2 * torch.randn(num_experts, generator=random)  # the best are not chosen
     if d.case % 2:
@@ -177,6 +180,8 @@ def _about_loss(case: Case) -> str:
             f"returned the loss {shown(loss)}; expected {shown(right)}. Shares and the "
             "number of tokens are those of all ranks, probabilities your own."
         )
+    if torch.allclose(gradient, slope):  # shares may have been computed in float32
+        return ""
     return f"has another gradient: {shown(gradient)}; expected {shown(slope)}."
 
 

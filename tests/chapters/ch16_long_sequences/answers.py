@@ -172,12 +172,20 @@ ANSWERS = answers(
         return [True] * len(tensors)
     the_sum_of_all: returned
         torch.randn_like(x) => torch.ones_like(x)
+    of_either_sign: returned
+        abs(slope - expected) => abs(abs(slope) - abs(expected))
+    moves_the_last_row: returned
+        direction = torch.randn_like(x)
+        => direction = torch.randn_like(x)
+        => direction[:-1] = 0
     one_verdict_for_all: expected
         return verdicts => return all(verdicts)
     loose: returned
         1e-7 * (1 + abs(slope)) => 3e-2 * (1 + abs(slope))
     not_relative: returned
         1e-7 * (1 + abs(slope)) => 1e-2
+    not_relative_to_small_ones: returned
+        1e-7 * (1 + abs(slope)) => 1e-4
     tight: returned
         1e-7 * (1 + abs(slope)) => 0
     all_move_together: returned
@@ -191,6 +199,8 @@ ANSWERS = answers(
     asks_autograd_itself: returned
         slope = (values[0] - values[1]) / 2e-5
         => slope = 0.0 if x.grad is None else (x.grad * direction).sum()
+    gradients_for_the_caller: was left in them
+        tensor.detach().clone().requires_grad_() => tensor.requires_grad_()
     moves_the_callers_tensors: changed `tensors`
         return verdicts
         => tensors[0].mul_(2)

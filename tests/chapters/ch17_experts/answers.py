@@ -165,6 +165,13 @@ ANSWERS = answers(
         return num_experts
         => scores.data.sub_(scores.data.mean(-1, keepdim=True))
         => return num_experts
+    in_32_bits: a loss of torch.float32
+        means).sum() => means).sum().float()
+    counts_in_16_bits: those of all ranks
+        dist.all_reduce(counts)
+        => counts = counts.half()
+        => dist.all_reduce(counts)
+        => counts = counts.float()
     in_64_bits: a loss of torch.float64
         means = scores.softmax(-1) => means = scores.double().softmax(-1)
     """,
