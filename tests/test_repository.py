@@ -368,7 +368,7 @@ ELSEWHERE = """
     dp_replicate_size dp_shard_size sp_size allgather UlyssesSPAttentionHF RANK
     NODE_RANK workerPoolSpecs CLUSTER_SPEC SKYPILOT_NUM_NODES SKYPILOT_NODE_RANK
     SKYPILOT_NODE_IPS SKYPILOT_NUM_GPUS_PER_NODE Torchrun LOCAL_RANK tp_size cp_size
-    MASTER_ADDR MASTER_PORT WORLD_SIZE
+    MASTER_ADDR MASTER_PORT WORLD_SIZE create_group
 """  # names of PyTorch and of other programs
 
 

@@ -5,9 +5,10 @@ read the result. An ordinary tensor is copied through a *staging* buffer that al
 can read; a tensor created by `empty` is in shared memory already (NCCL calls that a
 *registered* buffer), and need not be copied.
 
-NCCL does this inside a node for small messages, or where GPUs have *symmetric* memory;
-otherwise it uses rings or NVLink's own sums. The implementation is in `staging` and,
-below it, `memory_barrier` and `allocator`. Explained in chapter 03.
+NCCL does this where GPUs have *symmetric* memory (small messages go whole to everybody,
+and every GPU adds them up); otherwise it uses rings, trees or NVLink's own sums. The
+implementation is in `staging` and, below it, `memory_barrier` and `allocator`.
+Explained in chapter 03.
 """
 
 import math
