@@ -216,9 +216,9 @@ def check_my_server(answer: Answer) -> str:
 
     You cannot know which worker pushes next. From which rank do you receive?
 
-    Repeat `pushes` times: `dist.recv`, called without a rank, takes a gradient from any
-    rank, and returns the number of that rank. Step the weights with the gradient, in
-    place, and send them to that rank.
+    Repeat `pushes` times: over gloo `dist.recv`, called without a rank, takes a
+    gradient from any rank, and returns the number of that rank. Step the weights with
+    the gradient, in place, and send them to that rank.
     """
     hint = (
         "The server receives `pushes` gradients, no more and no fewer, from any rank: "
