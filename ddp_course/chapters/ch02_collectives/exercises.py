@@ -83,8 +83,8 @@ def check_my_broadcast(answer: Answer) -> str:
         for case in zip(*real, strict=True):
             _judge_tree(f"With {n} ranks,", n, case, hint)
     return (
-        "1 to 8 ranks have rank 0's numbers; each received them once, and after "
-        "ceil(log2 N) steps all was done"
+        "1, 2, 3, 4, 5 and 8 ranks have rank 0's numbers; each received them once, and "
+        "after ceil(log2 N) steps all was done"
     )
 
 

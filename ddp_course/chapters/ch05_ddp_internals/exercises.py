@@ -478,7 +478,7 @@ def check_repaired(answer: Answer) -> str:
         more = f" (And {len(wrong) - 1} more.)" if len(wrong) > 1 else ""
         expect(not wrong, f"On {machines}: {(wrong or [''])[0]}{more}")
     return (
-        "on 7 imagined GPUs of three machines, every rank used its own, met its share "
-        "of the rows in new orders, with masks of its own and the mean gradient; one "
-        "wrote the file, all resumed from it, and all evaluated"
+        "on two machines with 2 imagined GPUs each, and on one with 3, every rank used "
+        "its own, met its share of the rows in new orders, with masks of its own and "
+        "the mean gradient; one wrote the file, all resumed from it, and all evaluated"
     )
