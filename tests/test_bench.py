@@ -13,7 +13,7 @@ from drawings import no_texts_overlap
 from refusals import answered
 
 from ddp_course import bench, cli
-from ddp_course.bench import all_reduce, steps, table, turns
+from ddp_course.bench import all_reduce, compression, steps, table, turns
 from ddp_course.bench.launch import CASES, SCRIPT, LaunchProcess
 from ddp_course.bench.turns import ENOUGH, Pair, in_turns, row, rows_of, slowest
 from ddp_course.cli import main
@@ -244,6 +244,15 @@ def test_turns_that_others_disturbed_are_left_out_if_enough_remain():
     numbers = {"a": [float(k) for k in range(ENOUGH + 2)]}
     assert slowest([(numbers, loud + calm)])[0]["a"] == numbers["a"][2:]
     assert len(slowest([(numbers, loud + calm[1:])])[0]["a"]) == ENOUGH + 1
+
+
+def test_exposed_communication_is_without_what_computing_takes():
+    waits = dict.fromkeys(compression.METHODS, 52.0) | {"ddp": 100.0, "alone": 20.0}
+    timings = [({name: [t] * 8 for name, t in waits.items()}, [(1.0, 1.0, 1.0)] * 8)]
+    rows = {r["variant"]: r for r in compression.exposed_rows("case", timings)}
+    assert (rows["int8"]["ours"], rows["int8"]["theirs"]) == (32, 80)
+    assert rows["int8"]["paired"] == 0.4  # and not 52 / 100
+    assert [p.at_most for p in compression.EXPOSED if p.variant == "int8"] == [0.45]
 
 
 def test_what_others_took_is_neither_idle_nor_ours(tmp_path):
