@@ -35,12 +35,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_configure() -> None:
     """Let nbval start kernels whose ports no rank of another test can take.
 
+    And let PyTorch compute in one thread, as in each rank: on some CPUs a product of
+    matrices in two threads has other bits, and tests compare bits with those of ranks.
+
     And let Hypothesis draw the same examples in every run: a change is judged by what
     it changes. With DDP_COURSE_ENDURANCE=1 it draws others. No example has a deadline:
     the machine may be busy.
     """
     import nbval.kernel  # not above: ranks of tests import this file, too
+    import torch
     from hypothesis import settings
+
+    torch.set_num_threads(1)
 
     # A shell lets what runs in its background ignore Ctrl-C, and all that this starts.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
