@@ -357,7 +357,7 @@ def _plan(add: Callable[..., Parser]) -> None:
     )
     model = plan.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=spec.MODELS, help="a known model")
-    about = "number of parameters, as 7.5e9, 7.5b or 350m"
+    about = "number of parameters, as 7.5e9, 7.5b or 350m; none of them in experts"
     model.add_argument("--parameters", "--params", type=_many, metavar="N", help=about)
     _flags(
         model,

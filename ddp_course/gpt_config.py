@@ -134,6 +134,15 @@ class MixtureConfig(GPTConfig):
         return [first, *(block + more for block in blocks), last]
 
 
+def check_dense(config: GPTConfig) -> None:
+    """Raise ValueError for a GPT with experts, for which most formulas are wrong."""
+    if isinstance(config, MixtureConfig):
+        raise ValueError(
+            f"experts is {config.experts}, and this formula is for a GPT without "
+            "experts; theory.mixture_cost and theory.dispatch_volume know them"
+        )
+
+
 PRESETS = {
     "1m": GPTConfig(),
     "8m": GPTConfig(block_size=128, n_layer=8, n_head=12, d_model=288),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ddp_course.gpt_config import GPTConfig
+from ddp_course.gpt_config import GPTConfig, check_dense
 
 HEAD = 128  # channels of a head, if nothing else is said
 ASPECT = 100  # hidden / layers of many published models: GPT-3 128, Llama 3 70B 102
@@ -84,7 +84,11 @@ class Workload:
 
     @classmethod
     def of_gpt(cls, config: GPTConfig, rows: int) -> Workload:
-        """Return the course's GPT of these sizes, with `rows` rows in each batch."""
+        """Return the course's GPT of these sizes, with `rows` rows in each batch.
+
+        Raises ValueError for a GPT with experts.
+        """
+        check_dense(config)
         return cls(
             config.num_parameters, config.n_layer, config.d_model, config.n_head,
             config.block_size, config.vocab_size, rows, tied=config.tied,

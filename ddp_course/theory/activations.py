@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ddp_course.gpt_config import GPTConfig
+from ddp_course.gpt_config import GPTConfig, check_dense
 from ddp_course.spec import RECOMPUTE
 from ddp_course.theory.checks import check_choice
 
@@ -149,12 +149,13 @@ def gpt_activations(
         recompute="full" a block keeps only its input.
 
     Raises:
-        ValueError: for too many tokens, another recomputation, or
+        ValueError: for a GPT with experts, too many tokens, another recomputation, or
             recompute="selective", which has no effect: fused attention keeps no scores.
 
     Source: counted, and checked with `torch.autograd.graph.saved_tensors_hooks`.
     Chapter 06.
     """
+    check_dense(config)
     tokens = config.block_size if tokens is None else tokens
     if tokens > config.block_size:
         raise ValueError(

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ddp_course.gpt_config import GPTConfig
+from ddp_course.gpt_config import GPTConfig, check_dense
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ def layer_replicated(config: GPTConfig) -> list[int]:
     """Return the number of replicated parameters in each of [embed, *blocks, head].
 
     These are positions, norms, and the biases added after a sum: T C, 6 C each, 2 C.
+    Raises ValueError for a GPT with experts.
     """
+    check_dense(config)
     c = config.d_model
     return [config.block_size * c, *[6 * c] * config.n_layer, 2 * c]
 

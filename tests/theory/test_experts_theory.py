@@ -4,18 +4,25 @@ from itertools import combinations
 
 import pytest
 import torch
+from refusals import refused
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_course.experts.balance import capacity, loads, within_capacity
 from ddp_course.experts.gpt import build_mixture_gpt
 from ddp_course.gpt_config import MixtureConfig
+from ddp_course.planning.workload import Workload
 from ddp_course.theory import (
+    ComposedRank,
     balanced_rows,
     busiest_rank,
     dispatch_volume,
     dropped_choices,
+    gpt_activations,
+    gpt_peak,
     mixture_cost,
     ranks_per_token,
+    tensor_parallel_parameters,
+    tensor_parallel_volume,
 )
 
 
@@ -75,3 +82,14 @@ def test_loads_and_drops_are_counted():
     assert busiest_rank([1, 1, 1, 1], 2) == 1
     assert busiest_rank([4, 0, 0, 0], 2) == 2
     assert busiest_rank([3, 1, 2, 2], 4) == 1.5
+
+
+WORDS = "experts is 8, and this formula is for a GPT without experts"
+test_formulas_of_dense_models_refuse_experts = refused(
+    (lambda: ComposedRank(MixtureConfig()), WORDS),
+    (lambda: tensor_parallel_parameters(MixtureConfig(), 2), WORDS),
+    (lambda: tensor_parallel_volume(MixtureConfig(), 1, 2), WORDS),
+    (lambda: gpt_activations(MixtureConfig(), 1), WORDS),
+    (lambda: gpt_peak(MixtureConfig(), 1), WORDS),
+    (lambda: Workload.of_gpt(MixtureConfig(), 8), WORDS),
+)

@@ -128,6 +128,7 @@ def load_map(shares: Mapping[str, Tensor]) -> Drawn:
             vmin=0,
             vmax=100 / K,
             origin="lower",
+            interpolation="nearest",  # experts are rows with sharp edges
         )
         one.set(title=name, xlabel="step")
         last = share[-50:].mean(0).round().int().tolist()
