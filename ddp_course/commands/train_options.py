@@ -45,6 +45,7 @@ def check_typed(args: Namespace) -> None:
     for name, used, by in (
         ("schedule", (args.pp or 1) > 1, pipeline),
         ("microbatches", (args.pp or 1) > 1, pipeline),
+        ("attention", (args.cp or 1) > 1, "a divided sequence, as with --cp 2"),
         ("shard", args.zero == 3, "--zero 3"),
         ("every", args.checkpoint is not None, "--checkpoint"),
         ("save", args.checkpoint is not None, "--checkpoint"),
