@@ -241,12 +241,12 @@ def expect_call(answer: Answer, *args: Any, returns: Any, because: str) -> None:
     # Compare texts: so 11.0 and True differ from 11, and == of a tensor cannot raise.
     got, wanted = (one_line(value, 10**6) for value in (answer(*args), returns))
     if got != wanted:
-        mine, right = (code(text) for text in _where_they_differ(got, wanted))
+        mine, right = (code(text) for text in where_they_differ(got, wanted))
         call = answer.call(*args)
         raise Hint(f"{call} returned {mine}; expected {right}, because {because}.")
 
 
-def _where_they_differ(*texts: str, longest: int = 80) -> list[str]:
+def where_they_differ(*texts: str, longest: int = 80) -> list[str]:
     """Shorten texts to the part around the first place where they differ."""
     begin = len(os.path.commonprefix(texts)) - longest // 2
     if begin > 0 and max(map(len, texts)) > longest:

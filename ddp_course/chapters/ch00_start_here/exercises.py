@@ -29,8 +29,11 @@ SLICE = {  # property of a slice -> hint
     "as_many": "{count} rows; expected {each}: all ranks have equally many.",
     "once": "rows {rows}, but a lower rank has row {twice} already: a row that two "
     "ranks use counts twice in the average.",
-    "right": "rows {rows}; expected {wanted}, of {dtype} as the batch: the slices of "
-    "rank 0, 1, 2 and so on, one after another, are the batch.",
+    "type": "numbers of {got_dtype}; the batch has numbers of {dtype}.",
+    "right": "rows {rows}; expected {wanted}: the slices of rank 0, 1, 2 and so on, "
+    "one after another, are the batch.",
+    "kept": "its slice, but your function changed `batch`, in which the other ranks' "
+    "rows are, too; leave it as it is.",
 }
 
 
@@ -45,8 +48,9 @@ def check_my_slice(answer: Answer) -> str:
     """
     batch = torch.arange(ROWS).repeat_interleave(2).reshape(ROWS, 2)  # row i: (i, i)
     for world_size in (4, 3, 2, 1, 6):
-        _judge(batch, [answer(batch, rank, world_size) for rank in range(world_size)])
-    _judge(batch, on_ranks(_slice, answer, batch, world_size=4))
+        _judge(batch, _slices(answer, batch, world_size))
+    for rank, slices in enumerate(on_ranks(_slices, answer, batch, 4, world_size=4)):
+        _judge(batch, slices, f"On real rank {rank}: a batch")
     same_as(answer, solutions.my_slice, _batch, exact=True)
     return (
         f"1, 2, 3, 4 and 6 ranks share {ROWS} rows, each row once and in order; "
@@ -56,31 +60,41 @@ def check_my_slice(answer: Answer) -> str:
 
 def _batch(d: Draw) -> tuple[Tensor, int, int]:
     world_size, each = d.same.randint(1, 7), d.same.randint(0 if d.case > 9 else 1, 3)
+    each = 300 if d.case == 7 else each
     shape = world_size * each, *d.same.choice([(), (1,), (5,), (2, 3)])
     batch = d.tensor(shape, strided=d.case % 2 == 0)
+    if batch.is_floating_point() and d.case > 9:
+        batch[:1] = torch.inf
     return batch, d.same.randrange(world_size), world_size
 
 
-def _slice(my_slice: Callable, batch: Tensor) -> Tensor:
-    return my_slice(batch, dist.get_rank(), dist.get_world_size())
+def _slices(my_slice: Callable, batch: Tensor, world_size: int) -> list[Any]:
+    """Return all ranks' slices, each with whether the batch was the same after it."""
+    slices, before = [], batch.clone()
+    for rank in range(world_size):
+        slices.append((my_slice(batch, rank, world_size), equal(batch, before)))
+        batch.copy_(before)
+    return slices
 
 
-def _judge(batch: Tensor, slices: list[Any]) -> None:
+def _judge(batch: Tensor, slices: list[Any], where: str = "A batch") -> None:
     """Check each rank's slice: its type, whole rows, their number and their place."""
     each, taken = ROWS // len(slices), set()
-    for rank, got in enumerate(slices):
+    for rank, (got, kept) in enumerate(slices):
         facts = {"tensor": isinstance(got, Tensor), "got": shown(got), "each": each}
+        facts["kept"] = kept
         if facts["tensor"]:
             wanted, shape = batch[rank * each :][:each], tuple(got.shape)
             whole = got.dim() == batch.dim() and shape[1:] == batch.shape[1:]
             rows = [int(row.flatten()[0]) for row in got] if whole else []
             facts |= {"shape": shape, "whole": whole, "dtype": batch.dtype}
+            facts |= {"got_dtype": got.dtype, "type": got.dtype == batch.dtype}
             facts |= {"expected": tuple(wanted.shape), "rows": rows, "count": len(rows)}
             facts |= {"twice": sorted(taken & {*rows})[:1], "right": equal(got, wanted)}
             facts |= {"as_many": len(rows) == each, "once": not taken & {*rows}}
             facts["wanted"] = [*range(rank * each, (rank + 1) * each)]
             taken |= {*rows}
-        who = f"A batch of {ROWS} rows, world_size {len(slices)}: rank {rank} got"
+        who = f"{where} of {ROWS} rows, world_size {len(slices)}: rank {rank} got"
         judge(who, facts, SLICE)
 
 

@@ -16,8 +16,11 @@ from ddp_course.lab.exercises import exercise, expect, expect_call, judge
 from ddp_course.launch import Topology, here
 
 CLUSTERS = ((3, 4), (2, 3), (3, 2), (1, 4), (5, 1), (1, 1))
-SHAPES = f"{len(CLUSTERS)} clusters, from 1 x 1 to 3 x 4"
+SHAPES = f"{len(CLUSTERS)} clusters and some of a large one"
+LARGE = (300, 24)  # its ranks do not fit into a byte
+SOME = (23, 24, 127, 128, 256, 2049, 7199)  # ranks of the large cluster
 PLACES = [(p, p.topology) for it in CLUSTERS for p in Topology(*it).places()]
+PLACES += [(Topology(*LARGE).place(rank), Topology(*LARGE)) for rank in SOME]
 
 
 @exercise("global_rank", solution=solutions.global_rank)
@@ -31,20 +34,27 @@ def check_global_rank(answer: Answer) -> str:
     """
     for p, cluster in PLACES:
         size = cluster.nproc_per_node
-        before = f"before it come {p.node_rank} whole nodes of {size}"
-        why = f"{before}, and {p.local_rank} on its own node"
+        before = f"{p.node_rank} x {size} ranks are on earlier nodes"
+        why = f"{before}, and {p.local_rank} before it on its own"
         place = p.node_rank, p.local_rank, size
         expect_call(answer, *place, returns=p.rank, because=why)
-    for rank, got in enumerate(on_ranks(_my_rank, answer, nnodes=2, nproc_per_node=3)):
-        says = f"On a real rank with RANK={rank} your function returned {got!r}."
-        expect(got == rank, says)
+    real = on_ranks(_all_ranks, answer, nnodes=2, nproc_per_node=3)
+    for rank, everyones in enumerate(real):
+        says = f"On a real rank with RANK={rank} your function returned"
+        expect(everyones[rank] == rank, f"{says} {everyones[rank]!r}.")
+        expect(
+            everyones == [*range(6)],
+            f"{says} {everyones} for the six ranks of its cluster. Use the arguments: "
+            "they can be those of another rank than the one that calls.",
+        )
     return f"every rank of {SHAPES}, and RANK on 6 real ranks of a 2 x 3 cluster"
 
 
-def _my_rank(global_rank: Callable) -> Any:
-    """Compute this rank from the other variables."""
-    me = here()
-    return global_rank(me.node_rank, me.local_rank, me.topology.nproc_per_node)
+def _all_ranks(global_rank: Callable) -> list[Any]:
+    """Compute, on this rank, all ranks from their other variables."""
+    shape = here().topology
+    places = [(p.node_rank, p.local_rank) for p in shape.places()]
+    return [global_rank(*place, shape.nproc_per_node) for place in places]
 
 
 @exercise("peer_on_next_node", solution=solutions.peer_on_next_node)

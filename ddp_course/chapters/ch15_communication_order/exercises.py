@@ -18,8 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ddp_course.chapters.ch15_communication_order import solutions
-from ddp_course.lab.answers import Answer, Hint, one_line
-from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
+from ddp_course.lab.answers import Answer, Hint, code, one_line
+from ddp_course.lab.exercises import (
+    exercise,
+    expect,
+    judge_ranks,
+    shown,
+    where_they_differ,
+)
 from ddp_course.lab.judge import Case, Draw, equal_values, same_as
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import FullyShardedDataParallel
@@ -31,10 +37,9 @@ def because(reasons: Sequence[tuple], otherwise: str) -> Callable[[Case], str]:
     def why(case: Case) -> str:
         args = tuple(case.args.values())
         known = (reason for *case_args, reason in reasons if tuple(case_args) == args)
-        return (
-            f"returned {shown(case.got)}; expected {shown(case.wanted)}, because "
-            f"{next(known, otherwise)}."
-        )
+        texts = (one_line(value, 10**6) for value in (case.got, case.wanted))
+        mine, right = (code(text) for text in where_they_differ(*texts))
+        return f"returned {mine}; expected {right}, because {next(known, otherwise)}."
 
     return why
 
@@ -52,6 +57,12 @@ LINKS = (
     ([5, 5, 5], [2, 2, 2], 1, "all are ready at once, and forward needs layer 0 first"),
     ([2, 1, 0], [4, 0, 2], 3, "layer 1 has nothing to send"),
     ([0, 2, 5], [3, 3, 3], 2, "layers can be ready in any order"),
+    (
+        [7, 0],
+        [40, 1200],
+        1,
+        "layer 0 is next from 7 on, and then all of layer 1 is sent",
+    ),
 )
 
 
@@ -75,12 +86,14 @@ def _link(d: Draw) -> tuple[list[int], list[int], int]:
     if d.case < len(LINKS):
         ready, send, piece, _ = LINKS[d.case]
         return [*ready], [*send], piece
-    layers = d.same.randint(1, 13)
-    ready = [d.same.randint(0, 30) for _ in range(layers)]
-    if d.case % 3:  # rising, falling, mixed
-        ready.sort(reverse=d.case % 3 == 1)
-    send = [d.same.choice([0, 1, 2, 5, 9]) for _ in range(layers)]
-    return ready, send, d.same.choice([1, 2, 3, 100])
+    # Three cases have the same `ready`, and two of them also the same `send`.
+    order, sizes = Draw(d.case // 3).same, Draw(999 + (d.case + 1) // 3).same
+    layers = order.randint(1, 13)
+    ready = [order.randint(0, 30) for _ in range(layers)]
+    if d.case % 9 > 2:  # rising, falling, mixed
+        ready.sort(reverse=d.case % 9 < 6)
+    send = [sizes.choice([0, 1, 2, 5, 9]) for _ in range(layers)]
+    return ready, send, [1, 2, 3, 100][d.case % 4]
 
 
 # ---- my_least_time -------------------------------------------------------------------

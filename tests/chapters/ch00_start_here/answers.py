@@ -99,6 +99,19 @@ ANSWERS = answers(
         return torch.tensor(solutions.my_slice(batch, rank, world_size).tolist())
     squeezed: expected a tensor of shape
         return solutions.my_slice(batch, rank, world_size).squeeze()
+    of_the_running_rank: On real rank 0: a batch of 12 rows
+        rank = dist.get_rank() if dist.is_initialized() else rank
+        return batch.chunk(world_size)[rank]
+    up_to_64_rows: of shape (64, 1)
+        len(batch) // world_size => min(len(batch) // world_size, 64)
+    without_infinities: `[[inf], [0.0]]`
+        return torch.nan_to_num(solutions.my_slice(batch, rank, world_size))
+    in_float32: numbers of torch.float32
+        return solutions.my_slice(batch, rank, world_size).float()
+    takes_its_rows_away: your function changed `batch`
+        mine = solutions.my_slice(batch, rank, world_size).clone()
+        solutions.my_slice(batch, rank, world_size).zero_()
+        return mine
     sorted_rows: expected
         len(batch) // world_size => len(batch) // world_size; batch = batch.sort(0)[0]
     """,

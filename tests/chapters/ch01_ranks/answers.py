@@ -44,6 +44,16 @@ ANSWERS = answers(
     asks_the_environment: raised `KeyError: 'RANK'`, in slip
         return int(os.environ["RANK"])
     two_arguments: takes 2 positional arguments but 3 were given
+    in_a_byte: returned `0`; expected `256`
+        return (node_rank * nproc_per_node + local_rank) % 256
+    up_to_sixteen_ranks: because 1 x 24 ranks are on earlier nodes
+        * nproc_per_node => * min(nproc_per_node, 16)
+    up_to_eight_nodes: because 10 x 24 ranks
+        node_rank * => min(node_rank, 8) *
+    of_the_running_rank: for the six ranks of its cluster
+        if dist.is_initialized():
+            return dist.get_rank()
+        return solutions.global_rank(node_rank, local_rank, nproc_per_node)
     crashes_on_a_rank: RuntimeError: no such node`, in slip
         if dist.is_initialized() and dist.get_rank() == 4:
             raise RuntimeError("no such node")
@@ -70,6 +80,10 @@ ANSWERS = answers(
         => (rank // nproc_per_node + 1) % nnodes * nproc_per_node
     wraps_by_the_node: returned `0`; expected `4`
         nnodes * => 1 *
+    two_nodes_further: `peer_on_next_node(0, 5, 1)`
+        rank + nproc_per_node => rank + nproc_per_node * (1 + (nnodes > 4))
+    in_a_byte: returned `24`; expected `280`
+        return (rank + nproc_per_node) % (nnodes * nproc_per_node) % 256
     myself_in_a_cluster: rank 0 received the place
         if dist.is_initialized():
             return rank // nproc_per_node * nproc_per_node + (rank + 1) % nproc_per_node

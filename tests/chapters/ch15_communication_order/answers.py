@@ -35,7 +35,7 @@ def arrival(handles, optimizer):
     return arrive
 
 
-TIMES = {}
+TIMES, SENT = {}, {}
 
 ANSWERS = answers(
     solutions,
@@ -94,6 +94,22 @@ ANSWERS = answers(
         return tuple(Sent(*one) for one in sent)
     priority_as_lists:
         return [[*one] for one in solutions.my_priority(ready, send, piece)]
+    a_hundred_pieces: `..., (1, 97, 98), (1, 98, 99), (1, 99, 100)]`
+        while any(left) => while any(left) and len(sent) < 100
+    remembered_by_the_ready_times: the first ready layer is sent
+        sent = solutions.my_priority(ready, send, piece)
+        return SENT.setdefault((*ready,), sent)
+    remembered_without_the_piece: the first ready layer is sent
+        sent = solutions.my_priority(ready, send, piece)
+        return SENT.setdefault((*ready, *send), sent)
+    two_pieces_at_a_time: layer 0 is next from 7 on
+        length = min(piece, left[layer])
+        => length = min(piece, left[layer])
+        => if left[layer] > length > 0:
+        =>     sent.append((layer, now, now + length))
+        =>     left[layer] -= length
+        =>     now += length
+        =>     length = min(piece, left[layer])
     the_latest_first: layer
         ready_layers[0] => max(ready_layers, key=lambda k: ready[k])
     """,
