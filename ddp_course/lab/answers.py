@@ -28,6 +28,8 @@ from ddp_course.launch.packing import cell_labels
 TIMEOUT = 20.0  # seconds for a call or a launch; `patient` adds more under load
 COURSE_FILES = ("ddp_course/lab/", "ddp_course/chapters/")  # not the reader's code
 CRASH = re.compile("killed by SIG(ABRT|SEGV)")
+# PyTorch says all that is needed about these; an exercise's hint would only distract.
+EXPLAINED = re.compile("view size is not compatible|must be a matrix|grad_dtype")
 MIXED_UP = (
     "A process crashes in this way if ranks call one collective with tensors of "
     "different types or sizes: print `dtype` and `shape` on every rank."
@@ -107,6 +109,8 @@ def _advice(error: RankError, hint: str) -> str:
     failed = error.reports[error.rank]
     if CRASH.search(failed.error or ""):
         return MIXED_UP
+    if EXPLAINED.search(failed.error or "") and _at(failed.where):
+        return ""
     kind = getattr(builtins, (failed.error or "").partition(":")[0], None)
     named = isinstance(kind, type) and not issubclass(kind, (RuntimeError, OSError))
     return "" if named and _at(failed.where) else hint

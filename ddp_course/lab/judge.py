@@ -423,6 +423,8 @@ def form_of(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}, of {dtype}"
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}: {one_line(value)}"
+    if isinstance(value, Number):
+        return f"{one_line(value)}, a Python {type(value).__name__}"
     return "nothing" if value is None else f"{one_line(value)}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ddp_course.chapters.ch04_dp_vs_ddp import solutions
 from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, judge_ranks, shown, written_by
-from ddp_course.lab.judge import Draw, equal_values
+from ddp_course.lab.judge import Draw, difference, equal_values
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
 # ---- what a function sends ---------------------------------------------------------
@@ -31,6 +31,7 @@ class Odd(nn.Module):
         self.second = nn.Linear(5, 5, bias=False)
         self.tied = nn.Linear(5, 5)
         self.tied.weight = self.second.weight
+        self.deep = nn.Sequential(nn.Sequential(nn.Linear(1, 2)))
         self.scale = nn.Parameter(torch.tensor(1.0 + seed))
         self.empty = nn.Parameter(torch.zeros(0))
         rows = self.first.weight.data.t().contiguous().t()
@@ -156,7 +157,7 @@ MEANS = {
     "there": "has no gradient for {name}: all ranks must get its mean, to which a rank "
     "without a gradient brings zeros.",
     "means": "has {got} as the gradient of {name}; the mean over the ranks is "
-    "{wanted}.{more}",
+    "{wanted}{more}",
     "frozen": "has a gradient for frozen.weight or frozen.bias, which do not require "
     "one.",
     "same_weights": "has other parameters than before: only gradients are to be "
@@ -192,43 +193,58 @@ LACKING = {
 }  # {number of ranks: parameter without a gradient}
 
 
-def _gradients(rank: int, n: int) -> dict[str, Tensor | None]:
+def _gradients(rank: int, n: int, call: int) -> dict[str, Tensor | None]:
     """Return invented gradients with their parameters' strides; one rank lacks one."""
-    draw = Draw(0, rank, n)
+    draw = Draw(call, rank, n)
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
     gradients: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             like = torch.zeros_like(parameter)
             gradients[name] = like.copy_(draw.tensor(like.shape, like.dtype) * 4)
-    if rank == min(1, n - 1):
+    if call:
+        gradients["first.bias"][2] = torch.nan if rank == n - 1 else 2
+    if rank == min(1 - call, n - 1):
         gradients[LACKING[n]] = None
     return gradients
 
 
-def _average(function: Callable) -> dict[str, Any]:
-    """Call the reader's function on a model with invented gradients."""
-    rank, n = dist.get_rank(), dist.get_world_size()
+def _average(function: Callable) -> Iterator[dict[str, Any]]:
+    """Call the reader's function twice on a model, with other invented gradients."""
+    n = dist.get_world_size()
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
+    yield _average_once(function, model, 0)
+    yield {"case": "in a second call"} | _average_once(function, model, 1)
+
+
+def _average_once(function: Callable, model: Odd, call: int) -> dict[str, Any]:
+    rank, n = dist.get_rank(), dist.get_world_size()
     before, parameters = model.states(), dict(model.named_parameters())
-    everyones = [_gradients(k, n) for k in range(n)]
+    everyones = [_gradients(k, n, call) for k in range(n)]
     for name, gradient in everyones[rank].items():
         parameters[name].grad = None if gradient is None else gradient.clone()
     facts = _watch(function, model)
     facts |= {"there": True, "means": True, "name": "", "got": 0, "wanted": 0}
     zeros = {name: torch.zeros_like(parameters[name]) for name in everyones[0]}
+    wrong = []
     for name, zero in zeros.items():
         present = [one[name] for one in everyones if one[name] is not None]
         total, got = sum(present, zero.detach()), parameters[name].grad
         if got is None:
             facts |= {"there": False, "name": name}
         elif not equal_values(got, total / n):
-            facts |= {"means": False, "name": name, "more": ""}
-            facts |= {"got": shown(got), "wanted": shown(total / n)}
-            if name == LACKING[n]:
-                facts["more"] = " One rank had none for it, which counts as zero."
-            elif equal_values(got, total):
-                facts["more"] = " That is the sum."
+            wrong.append((name, got, total))
+    for name, got, total in wrong[:1]:
+        facts |= {"means": False, "name": name, "got": shown(got)}
+        facts |= {"wanted": shown(total / n), "more": difference(got, total / n) + "."}
+        own = everyones[rank][name]
+        if equal_values(got, total):
+            facts["more"] = ". That is the sum."
+        elif n > 1 and own is not None and equal_values(got, own / n):
+            facts["more"] = ": nothing of the other ranks is in it. Is the all-reduce "
+            facts["more"] += "waited for, and have all ranks the same order?"
+        elif len(wrong) == 1 and name == LACKING[n]:
+            facts["more"] += " One rank had none for it, which counts as zero."
     now = model.states()
     facts["frozen"] = all(p.grad is None for p in model.frozen.parameters())
     facts["same_weights"] = all(torch.equal(now[name], before[name]) for name in before)

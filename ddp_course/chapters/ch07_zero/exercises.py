@@ -173,34 +173,42 @@ def check_clip_shards(answer: Answer) -> str:
 
     A norm of all is no sum of norms. Which numbers of the ranks may be added up?
 
-    Add up the squares of your shards, in float32, and then over the ranks; a rank
+    Add up the squares of your shards, in float64, and then over the ranks; a rank
     without shards brings 0. The root is the norm. Where it is above `max_norm`,
     multiply all your shards, in place, by `max_norm` divided by the norm.
     """
     same_on_ranks(
         *(answer, solutions.clip_shards, _shards),
         worlds=(2, 3, 1),
-        cases=12,
+        cases=20,
         watch=["collectives"],
         hints=CLIP,
         hint="Every rank must call one `dist.all_reduce`, one without shards, too.",
     )
     return (
-        "36 times on 1 to 3 real ranks, some of them without shards: the norm of all "
-        "together, the same factor for all, and one small all-reduce"
+        "60 times on 1 to 3 real ranks, some of them without shards, with large and "
+        "tiny numbers of four types: the norm of all together, the same factor for "
+        "all, and one small all-reduce"
     )
 
 
 def _shards(d: Draw) -> tuple[list[Tensor], float]:
-    dtype = (torch.float32, torch.float16)[d.case % 2]
-    everyones = [_on_rank(Draw(d.case, r, d.n), dtype) for r in range(d.n)]
+    everyones = [_on_rank(Draw(d.case, r, d.n)) for r in range(d.n)]
     squares = sum(s.double().square().sum() for shards in everyones for s in shards)
-    norm = math.sqrt(squares)
-    return everyones[d.rank], norm * (0.9, 0.01, 1.5)[d.case % 3] + 0.001
+    factor = (0.9, 0.01, 1.5, 1.3e-6)[d.case % 4]
+    return everyones[d.rank], math.sqrt(squares) * factor or 0.001
 
 
-def _on_rank(d: Draw, dtype: torch.dtype) -> list[Tensor]:
-    """Return zero, one or three shards; some are empty, some strided."""
+def _on_rank(d: Draw) -> list[Tensor]:
+    """Return zero, one or three shards; some are empty, some strided, some mixed."""
     count = d.own.choice([1, 3] if d.case < 2 else [0, 1, 3])
-    shapes = d.own.choices([(3,), (2, 2), (5, 1), (0,)][: 4 - (d.case < 2)], k=count)
-    return [d.tensor(s, torch.float32, strided=True).to(dtype) for s in shapes]
+    shapes = [(3,), (2, 2), (5, 1), *([] if d.case < 2 else [(0,), ()])]
+    types = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
+    size = (1, 1, 2.0**80, 2.0**-40)[d.case // 2 % 4]  # squares of floats overflow
+    shards = []
+    for shape in d.own.choices(shapes, k=count):
+        mixed = d.case % 5 == 4
+        dtype = d.own.choice(types) if mixed else types[d.case % 5]
+        size_here = 1 if mixed or dtype == torch.float16 else size
+        shards.append(d.tensor(shape, dtype, strided=True) * size_here)
+    return shards

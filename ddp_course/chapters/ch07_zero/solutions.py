@@ -40,9 +40,9 @@ def sharded_step(
 
 def clip_shards(shards: list[Tensor], max_norm: float) -> float:
     """Add up squares over shards and ranks; then all ranks scale by the same factor."""
-    squares = torch.zeros(1)
+    squares = torch.zeros(1, dtype=torch.float64)
     for shard in shards:
-        squares += shard.float().pow(2).sum()  # 16 bits are too few for squares
+        squares += shard.double().pow(2).sum()  # a large number's square needs 64 bits
     dist.all_reduce(squares)
     norm = squares.sqrt().item()
     if norm > max_norm:

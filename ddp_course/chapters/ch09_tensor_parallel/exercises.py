@@ -154,15 +154,16 @@ ROW = {
     "is_tensor": "was returned {shown}, no tensor.",
     "shape": "has an output of the shape {got}; expected {wanted}.",
     "bias_once": "has the bias in the output {times:g} times; it is added once.",
+    "precise": "has an output that is X @ W.T + bias only roughly: numbers were "
+    "rounded to a narrower type than that of x.",
     "output": "has an output that is not X @ W.T + bias; its columns of X and W give "
     "one summand of it.",
     "one_sum": "called `reduce_sum` for {numels} numbers (and other collectives: "
     "{others}); one of the {numel} numbers of the output is enough.",
-    "trained": "has no gradient of {untrained}. Each rank steps its own copy of it; "
-    "one that is not trained drifts apart from the others.",
-    "gradients": "has a gradient of {wrong} that is not that of one process (in the "
-    "median {ratio:.2g} times as large).",
+    "trained": "has no gradient of {untrained}. The one of x goes on to earlier "
+    "layers; weight and bias are trained on each rank, or copies drift apart.",
     "untouched": "has other arguments: your function changed what it was given.",
+    "gradients": "has a gradient of {wrong} that is not that of one process ({how}).",
 }
 
 
@@ -179,7 +180,7 @@ def check_row_linear(answer: Answer) -> str:
     hint = "Each rank has a part of every sum. What has to be added how often?"
     judge_ranks(ROW, _rows, answer, hint=hint)
     return (
-        "1, 2 and 3 real ranks, texts and one token: output and all gradients as in "
+        "1, 2 and 3 real ranks, six sizes, one token: output and all gradients as in "
         "one process, the bias once and trained on every rank, one all-reduce"
     )
 
@@ -198,20 +199,34 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
+ROW_CASES = (  # name, shape without the channels, channels of the output, dtype
+    ("texts of tokens", (2, 3), 5, torch.float32),
+    ("other texts", (2, 3), 5, torch.float32),
+    ("tokens in float64", (7,), 11, torch.float64),
+    ("as many tokens as channels", (4,), 4, torch.float32),
+    ("one channel", (1,), 1, torch.float32),
+    ("one token", (), 3, torch.float32),
+)
+
+
+def roughly_equal(got: Tensor, wanted: Tensor) -> bool:
+    """Return whether two tensors differ by no more than rounding to bfloat16."""
+    return (got - wanted).abs().max().item() < 0.01 * wanted.abs().max().item()
+
+
 def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
     """Run the layer on this rank's parts, forward and backward."""
     rank, n, sums = dist.get_rank(), dist.get_world_size(), _AllReduces()
-    for case, shape, out, kind in (
-        ("texts of tokens", (2, 3), 5, torch.float32),
-        ("tokens in float64", (7,), 11, torch.float64),
-        ("one token", (), 3, torch.float32),
-    ):
-        x, weight = quarters(5, *shape, 4 * n).to(kind), quarters(6, out, 4 * n)
+    for seed, (case, shape, out, kind) in enumerate(ROW_CASES):
+        x, weight = quarters(5 + seed, *shape, 4 * n), quarters(6 + seed, out, 4 * n)
+        x = x.to(kind)
         double = kind == torch.float64  # thirds: no type holds them
         x, near = (x / 3, 1e-9) if double else (x, 1e-5)
-        whole = [x, weight.to(kind), (1 + quarters(7, out).abs()).to(kind)]
+        whole = [x, weight.to(kind), (1 + quarters(7 + seed, out).abs()).to(kind)]
         inputs = [whole[0].chunk(n, -1)[rank], whole[1].chunk(n, 1)[rank], whole[2]]
-        parts = [part.clone().requires_grad_() for part in inputs]
+        copies = [one.clone() for one in whole]  # parts of these are not contiguous
+        copies = [copies[0].chunk(n, -1)[rank], copies[1].chunk(n, 1)[rank], copies[2]]
+        parts = [part.requires_grad_() for part in copies]
         with sums.watched():
             y = row_linear(*parts, lambda summand: _Reduce.apply(summand, sums))
             if isinstance(y, Tensor) and y.requires_grad:
@@ -240,12 +255,13 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
             got, wanted = pairs[wrong[0]] if wrong else (torch.ones(1), torch.ones(1))
             facts["bias_once"] = len(times) > 1 or times[0] == 1
             facts["output"] = torch.allclose(y, right, rtol=near)
+            facts["precise"] = facts["output"] or not roughly_equal(y, right)
             facts |= {"times": times[0].item(), "untrained": " and ".join(untrained)}
             facts |= {"trained": not untrained, "wrong": " and ".join(wrong)}
-            facts |= {
-                "gradients": not wrong,
-                "ratio": (got / wanted).nanmedian().item(),
-            }
+            ratio = (got / wanted).nanmedian().item()
+            facts |= {"gradients": not wrong, "how": "rounded to a narrower type"}
+            if not roughly_equal(got, wanted):
+                facts["how"] = f"in the median {ratio:.2g} times as large"
             facts["untouched"] = all(map(equal, [p.detach() for p in parts], inputs))
         yield facts
 

@@ -61,7 +61,7 @@ LINKS = (
         [7, 0],
         [40, 1200],
         1,
-        "layer 0 is next from 7 on, and then all of layer 1 is sent",
+        "layer 0 is next from 7 on, then layer 1 to its end",
     ),
 )
 

@@ -30,6 +30,8 @@ def _pass(outgoing, like, by=1):
     return arrived
 
 
+SHARDS: dict = {}
+
 ANSWERS = answers(
     solutions,
     globals(),
@@ -221,6 +223,42 @@ ANSWERS = answers(
         , dtype=tensor.dtype =>
     of_one_dimension: On real ranks: `rank
         tensor.numel() => len(tensor)
+    equal_rows: On real ranks: `rank
+        rows = len(tensor) // dist.get_world_size(node)
+        shard = tensor.new_empty(rows, *tensor.shape[1:])
+        collectives.reduce_scatter_single(shard, tensor, group=node)
+        collectives.all_reduce(shard, group=peers)
+        collectives.all_gather_single(tensor, shard, group=node)
+    nothing_to_do_on_one_node: On a real 1 x 2 cluster rank 0 has only 0 % of the sums
+        if dist.get_world_size(peers) > 1:
+            solutions.hierarchical_sum(tensor, node, peers)
+    nothing_to_do_for_one_rank: On a real 2 x 1 cluster rank 0 has only 0 % of the sums
+        if dist.get_world_size(node) > 1:
+            solutions.hierarchical_sum(tensor, node, peers)
+    other_data: `tensor` itself is as before
+        sums = tensor.clone()
+        solutions.hierarchical_sum(sums, node, peers)
+        tensor.data = sums
+    the_mean: That is the mean
+        solutions.hierarchical_sum(tensor, node, peers)
+        tensor //= dist.get_world_size()
+    the_sum_of_the_node: That is the sum of this node's ranks
+        collectives.all_reduce(tensor, group=node)
+    buffers_by_length: the shard kept for another type
+        n = tensor.numel()
+        shard = SHARDS.setdefault(n, tensor.new_empty(n // dist.get_world_size(node)))
+        assert shard.dtype == tensor.dtype, "the shard kept for another type"
+        collectives.reduce_scatter_single(shard, tensor, group=node)
+        collectives.all_reduce(shard, group=peers)
+        collectives.all_gather_single(tensor, shard, group=node)
+    wrong_the_second_time: wrong sums in a second call
+        solutions.hierarchical_sum(tensor, node, peers)
+        tensor += tensor.numel() in SHARDS
+        SHARDS[tensor.numel()] = True
+    four_numbers_more: rank 0 sent 0.500017 S to other nodes; expected 0.5 S
+        solutions.hierarchical_sum(tensor, node, peers)
+        if dist.get_rank(node) == 0:
+            collectives.all_reduce(tensor.view(-1)[:4].clone(), group=peers)
     whole_tensors_between: rank 0 sent 1 S to other nodes; expected 0.5 S
         shard = torch.empty => all_reduce(tensor, group=node)
         => return all_reduce(tensor, group=peers)

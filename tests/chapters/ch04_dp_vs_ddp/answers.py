@@ -56,6 +56,8 @@ def _mean(flat):
     flat /= dist.get_world_size()
 
 
+ROWS: list = []
+
 ANSWERS = answers(
     solutions,
     globals(),
@@ -154,6 +156,20 @@ ANSWERS = answers(
         p.grad.flatten() for => p.grad.view(-1) for
     the_sum: That is the sum.
         flat /= dist.get_world_size() => pass
+    adds_to_the_last_row: in a second call
+        flat /= dist.get_world_size()
+        => ROWS.append(flat.clone())
+        => flat = sum(ROWS) / dist.get_world_size()
+    hides_nan: in a second call
+        mean.view(p.shape) => mean.nan_to_num().view(p.shape)
+    modules_of_one_level: as the gradient of deep.0.0.weight
+        [p for p in model.parameters() if p.requires_grad]
+        => [p for m in (model, *model.children()) for p in m.parameters(recurse=False)]
+        => trained = list(dict.fromkeys(p for p in trained if p.requires_grad))
+    the_sum_is_not_read: nothing of the other ranks is in it
+        dist.all_reduce(flat) => dist.all_reduce(flat.clone())
+    turned_over: as the gradient of second.weight; the mean
+        mean.view(p.shape) => mean.view(p.shape).T if p.dim() == 2 else mean.view_as(p)
     never_copied_back: the mean over the ranks is
         p.grad.copy_(mean.view(p.shape)) => pass
     skips_those_without: collectives do not fit together

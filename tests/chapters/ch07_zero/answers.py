@@ -159,7 +159,7 @@ ANSWERS = answers(
         dist.all_reduce(squares)
         norm = squares.sqrt()
         for shard in shards:
-            shard *= torch.clamp(max_norm / norm, max=1.0).to(shard.dtype)
+            shard *= torch.clamp(max_norm / norm, max=1.0)
         return float(norm)
     squares_of_python:
         squares = [float(x) ** 2 for shard in shards for x in shard.flatten()]
@@ -170,9 +170,9 @@ ANSWERS = answers(
             shard.copy_(shard * (max_norm / norm))
         return norm
     views_them: view size is not compatible
-        shard.float() => shard.view(-1).float()
+        shard.double() => shard.view(-1).double()
     the_largest_number: the root of the sum of all squares
-        squares += shard.float().pow(2).sum() => numbers = shard.float().flatten().abs()
+        squares += shard.double().pow(2).sum() => numbers = shard.flatten().abs()
         => squares = torch.cat([squares, numbers]).max().view(1)
         dist.all_reduce(squares) => dist.all_reduce(squares, dist.ReduceOp.MAX)
         squares.sqrt().item() => squares.item()
@@ -186,8 +186,26 @@ ANSWERS = answers(
         if norm > max_norm => max_norm / norm
         => if norm > max_norm
     squares_of_16_bits: returned `inf`; the norm of all
-        .float() =>
-    by_the_course: all_reduce of ddp_course`, with 4 bytes
+        .double() =>
+    squares_of_32_bits: returned `inf`; the norm of all
+        .double() => .float()
+    sent_in_32_bits: returned `inf`; the norm of all
+        dist.all_reduce(squares) => squares = squares.float(); dist.all_reduce(squares)
+    a_millionth_more: by the same factor
+        max_norm / norm => max_norm / (norm + 1e-6)
+    factor_of_the_own_type: by the same factor
+        max_norm / norm => torch.tensor(max_norm / norm).to(shard.dtype)
+    a_rounded_norm: the root of the sum of all squares
+        squares.sqrt().item() => round(squares.sqrt().item(), 6)
+    row_by_row: iteration over a 0-d tensor
+        squares += shard.double().pow(2).sum()
+        => squares += sum(row.double().pow(2).sum() for row in shard)
+    in_the_first_ones_type: returned
+        squares = torch.zeros(1, dtype=torch.float64)
+        => squares = torch.zeros(1, dtype=torch.float64)
+        => first = [shard.dtype for shard in shards][:1]
+        shard.double() => shard.to(first[0]).double()
+    by_the_course: all_reduce of ddp_course`, with 8 bytes
         dist.all_reduce(squares)
         => from ddp_course.collectives import all_reduce, broadcast; all_reduce(squares)
     per_shard: the root of the sum of all squares
@@ -212,8 +230,8 @@ ANSWERS = answers(
     the_norm_afterwards: before clipping
         return norm => return min(norm, max_norm)
     one_for_each_shard: one `all_reduce` of a single number
-        dist.all_reduce(squares) => each = [s.float().pow(2).sum() for s in shards]
-        => each = [*each, *torch.zeros(3)][:3]
+        dist.all_reduce(squares) => each = [s.double().pow(2).sum() for s in shards]
+        => each = [*each, *torch.zeros(3, dtype=torch.float64)][:3]
         => for squares in each:
         =>     dist.all_reduce(squares)
         => squares = sum(each)
@@ -221,7 +239,7 @@ ANSWERS = answers(
         dist.all_reduce(squares) => everybodys = [None] * dist.get_world_size()
         => dist.all_gather_object(everybodys, shards)
         => its = [shard for shards in everybodys for shard in shards]
-        => squares += sum(s.float().pow(2).sum() for s in its) - squares
+        => squares += sum(s.double().pow(2).sum() for s in its) - squares
     nothing_to_do_without_shards: still wanted to communicate
         squares = torch.zeros(1) => if not shards:
         =>     return 0.0

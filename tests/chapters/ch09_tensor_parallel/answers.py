@@ -9,6 +9,8 @@ from slips import answers
 from ddp_course import collectives
 from ddp_course.chapters.ch09_tensor_parallel import solutions
 
+WEIGHTS = {}
+
 
 def _of_whole(whole, targets):
     loss = F.cross_entropy(whole.requires_grad_(), targets)
@@ -87,6 +89,29 @@ ANSWERS = answers(
         return torch.add(y, bias)
     of_two_dimensions: self must be a matrix
         reduce_sum(F.linear(x, weight)) + bias => reduce_sum(x.mm(weight.T)) + bias
+    views_the_input: view size is not compatible
+        rows = x.view(-1, x.shape[-1])
+        return (reduce_sum(F.linear(rows, weight)) + bias).view(*x.shape[:-1], -1)
+    keeps_the_first_weight: other texts
+        shape = weight.shape
+        if shape not in WEIGHTS:
+            WEIGHTS[shape] = weight
+        return solutions.row_linear(x, WEIGHTS[shape], bias, reduce_sum)
+    squeezed: has an output of the shape ()
+        return solutions.row_linear(x, weight, bias, reduce_sum).squeeze()
+    bias_for_each_token: as many tokens as channels
+        y = reduce_sum(F.linear(x, weight))
+        return y + (bias[:, None] if y.dim() == 2 and len(y) == y.shape[1] else bias)
+    in_float32: numbers were rounded
+        y = reduce_sum(F.linear(x.float(), weight.float())) + bias.float()
+        return y.to(x.dtype)
+    in_bfloat16: rounded to a narrower type
+        y = reduce_sum(F.linear(x.bfloat16(), weight.bfloat16()))
+        return y.to(x.dtype) + bias
+    zeroes_the_input: changed what it was given
+        y = reduce_sum(F.linear(x, weight)) + bias
+        x.data.zero_()
+        return y
     summed_in_16_bits: tokens in float64
         (F.linear(x, weight)) + bias => (F.linear(x, weight).half()).to(x.dtype) + bias
     detached_bias: no gradient of bias

@@ -94,7 +94,7 @@ ANSWERS = answers(
         return tuple(Sent(*one) for one in sent)
     priority_as_lists:
         return [[*one] for one in solutions.my_priority(ready, send, piece)]
-    a_hundred_pieces: `..., (1, 97, 98), (1, 98, 99), (1, 99, 100)]`
+    a_hundred_pieces: then layer 1 to its end
         while any(left) => while any(left) and len(sent) < 100
     remembered_by_the_ready_times: the first ready layer is sent
         sent = solutions.my_priority(ready, send, piece)
