@@ -225,6 +225,8 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         whole = [x, weight.to(kind), (1 + quarters(7 + seed, out).abs()).to(kind)]
         inputs = [whole[0].chunk(n, -1)[rank], whole[1].chunk(n, 1)[rank], whole[2]]
         copies = [one.clone() for one in whole]  # parts of these are not contiguous
+        if shape == (2, 3):  # and these tokens lie in another order
+            copies[0] = x.transpose(0, 1).contiguous().transpose(0, 1)
         copies = [copies[0].chunk(n, -1)[rank], copies[1].chunk(n, 1)[rank], copies[2]]
         parts = [part.requires_grad_() for part in copies]
         with sums.watched():

@@ -241,8 +241,8 @@ ANSWERS = answers(
         => its = [shard for shards in everybodys for shard in shards]
         => squares += sum(s.double().pow(2).sum() for s in its) - squares
     nothing_to_do_without_shards: still wanted to communicate
-        squares = torch.zeros(1) => if not shards:
+        squares = torch.zeros(1, dtype => if not shards:
         =>     return 0.0
-        => squares = torch.zeros(1)
+        => squares = torch.zeros(1, dtype
     """,
 )
