@@ -238,13 +238,13 @@ def _average_once(function: Callable, model: Odd, call: int) -> dict[str, Any]:
         facts |= {"means": False, "name": name, "got": shown(got)}
         facts |= {"wanted": shown(total / n), "more": difference(got, total / n) + "."}
         own = everyones[rank][name]
-        if equal_values(got, total):
+        if len(wrong) == 1 and name == LACKING[n]:
+            facts["more"] += " One rank had none for it, which counts as zero."
+        elif equal_values(got, total):
             facts["more"] = ". That is the sum."
         elif n > 1 and own is not None and equal_values(got, own / n):
             facts["more"] = ": nothing of the other ranks is in it. Is the all-reduce "
             facts["more"] += "waited for, and have all ranks the same order?"
-        elif len(wrong) == 1 and name == LACKING[n]:
-            facts["more"] += " One rank had none for it, which counts as zero."
     now = model.states()
     facts["frozen"] = all(p.grad is None for p in model.frozen.parameters())
     facts["same_weights"] = all(torch.equal(now[name], before[name]) for name in before)

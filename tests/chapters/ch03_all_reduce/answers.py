@@ -270,7 +270,7 @@ ANSWERS = answers(
     not_gathered: rank 0 has only 50 % of the sums
         all_gather_single(tensor, shard, group=node)
         => tensor.view(-1)[: shard.numel()] = shard
-    returned_not_in_place: Is `tensor` itself changed?
+    returned_not_in_place: `tensor` itself is as before
         shard = torch.empty => tensor = tensor.clone(); shard = torch.empty
         (tensor, shard, group=node) => (tensor, shard, group=node); return tensor
     the_largest: expected

@@ -103,7 +103,7 @@ ANSWERS = answers(
         => model.scale = torch.nn.Parameter(model.scale.detach().clone()); states =
     frozen_for_good: can no longer be trained
         states = => model.requires_grad_(False); states =
-    the_state_dict: 1 of 15 tensors wrong: tied.hidden
+    the_state_dict: 1 of 17 tensors wrong: tied.hidden
         for state in model.state_dict().values():
             dist.broadcast(state, 0)
     seen_as_a_row: view size is not compatible
@@ -168,8 +168,10 @@ ANSWERS = answers(
         => trained = list(dict.fromkeys(p for p in trained if p.requires_grad))
     the_sum_is_not_read: nothing of the other ranks is in it
         dist.all_reduce(flat) => dist.all_reduce(flat.clone())
-    turned_over: as the gradient of second.weight; the mean
-        mean.view(p.shape) => mean.view(p.shape).T if p.dim() == 2 else mean.view_as(p)
+    turned_over: ; at [0, 1] it has
+        p.grad.copy_(mean.view(p.shape))
+        => mean = mean.view(p.shape[::-1])
+        => p.grad.copy_(mean.T if p.dim() == 2 else mean)
     never_copied_back: the mean over the ranks is
         p.grad.copy_(mean.view(p.shape)) => pass
     skips_those_without: collectives do not fit together
