@@ -45,18 +45,26 @@ class Axis(NamedTuple):
         divides: the fields of GPTConfig that must be multiples of its ranks.
         averaged: whether its ranks have other data, so that gradients are averaged
             along it, too.
+        rows: whether these data are other rows of the batch.
     """
 
     about: str
     room: str | None
     divides: tuple[str, ...] = ()
     averaged: bool = False
+    rows: bool = False
 
 
 # In the order of the mesh: the axis that communicates most comes last, so its ranks are
-# neighbours. `parallelize` applies the axes in the opposite order.
+# neighbours. Axes with other rows come first: see `Layout.share`. `parallelize` applies
+# the axes in the opposite order.
 AXES = {
-    "dp": Axis("data parallel: ranks with different rows of the batch", None, (), True),
+    "dp": Axis(
+        "data parallel: ranks with different rows of the batch",
+        None,
+        averaged=True,
+        rows=True,
+    ),
     "ep": Axis(
         "expert parallel: so many ranks of dp have different experts",
         "experts",
@@ -381,9 +389,14 @@ class Layout:
         """The number of the pipeline's stages."""
         return self.pp * SCHEDULES[self.schedule].stages_per_rank
 
+    @property
+    def shares(self) -> int:
+        """The number of shares into which the rows of a batch are divided."""
+        return prod(n for axis, n in self.sizes.items() if AXES[axis].rows)
+
     def share(self, rank: int) -> tuple[int, int]:
         """Return which share of the rows `rank` has, and the number of shares."""
-        return rank * self.dp // self.ranks, self.dp
+        return rank * self.shares // self.ranks, self.shares
 
     def check(
         self,
@@ -412,7 +425,7 @@ class Layout:
             self._check_sizes(config)
 
     def _check_rows(self, batch_size: int) -> None:
-        parts = self.threads if self.threads > 1 else self.dp
+        parts = self.threads if self.threads > 1 else self.shares
         alone = self.threads == 1 and not self.model_axes
         who = f"{parts} {'rank' if alone else 'replica'}{'s' * (parts > 1)}"
         if batch_size < 1 or batch_size % parts:

@@ -125,7 +125,7 @@ def layouts(n: int) -> list[dict]:
     fit += [{"local_steps": 1, "outer": name} for name in OUTER]
     if n > 1:
         fit += [{"tp": n}] * (SMALL.n_head % n == 0)
-        stages = {name: n * (1 + (name == "interleaved")) for name in SCHEDULES}
+        stages = {name: SCHEDULES[name](n, n).num_stages for name in SCHEDULES}
         fits = [name for name in SCHEDULES if stages[name] <= SMALL.n_layer + 2]
         fit += [{"pp": n, "schedule": name} for name in fits]
         compressed = [

@@ -10,6 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from textwrap import dedent
 
+import everything
 import pytest
 import torch.distributed as dist
 from refusals import refused, said
@@ -19,7 +20,7 @@ from ddp_course.launch import RankError, spawn
 from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.parallelize import parallelize
-from ddp_course.spec import DATA_PARALLEL, layout_for
+from ddp_course.spec import AXES, DATA_PARALLEL, layout_for
 from ddp_course.tensor_parallel import axis as tp_axis
 from ddp_course.train import History, largest_difference, train
 
@@ -121,6 +122,20 @@ test_rows_are_shared_along_dp_and_among_microbatches = refused(
 def test_rows_that_are_enough_are_not_refused():
     rows_of(1, tp=4)()  # all have the same rows
     rows_of(6, pp=4)()  # microbatches of 2, 2, 1 and 1 rows
+
+
+def test_axes_with_other_rows_come_first_and_are_averaged():
+    """Then the ranks of a share stand side by side, as `Layout.share` assumes."""
+    rows = [axis.rows for axis in AXES.values()]
+    assert rows == sorted(rows, reverse=True), [*AXES]
+    assert all(axis.averaged for axis in AXES.values() if axis.rows)
+
+
+def test_what_runs_on_any_backend_fits_the_small_model():
+    for ranks in (1, 2, 3, 4):
+        for asked in everything.layouts(ranks):
+            layout = layout_for(ranks, **asked)
+            layout.check(batch_size=12, config=everything.SMALL)
 
 
 def test_every_strategy_is_a_layout_of_one_rank():

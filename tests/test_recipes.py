@@ -117,97 +117,93 @@ ANSWERS |= answers(
 SCHEDULE = {
     "ddp_course/pipeline/schedules.py": append('''
 
-def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return 1F1B with one more microbatch in flight on every rank but the last.
+def looped_bfs(
+    num_ranks: int, num_microbatches: int, stages_per_rank: int = 2
+) -> Schedule:
+    """Return GPipe with v smaller stages on each rank instead of a large one.
 
-    A gradient may then arrive one forward later without making a rank wait.
+    All microbatches pass a rank's first stage before any passes its next one.
     """
-    return one_stage_per_rank(
-        "eager_1f1b",
-        num_ranks,
-        num_microbatches,
-        lambda rank: num_ranks - rank + (rank < num_ranks - 1),
-    )
+    p, m, v = num_ranks, num_microbatches, stages_per_rank
+    check_counts(stages_per_rank=v, num_ranks=p, num_microbatches=m)
+    rows = []
+    for rank in range(p):
+        own = range(rank, p * v, p)
+        rows.append(_in_groups("F", own, [m]) + _in_groups("B", own[::-1], [m]))
+    return Schedule("looped_bfs", p * v, m, rows)
 
 
-SCHEDULES.update(eager_1f1b=eager_1f1b)
+SCHEDULES.update(looped_bfs=looped_bfs)
 '''),
-    "ddp_course/pipeline/__init__.py": insert(
-        "from ddp_course.pipeline.schedules import ", "eager_1f1b, "
-    ),
     "ddp_course/spec.py": insert(
-        "\nSCHEDULES = {\n", '    "eager_1f1b": ScheduleName("Eager 1F1B"),\n'
+        "\nSCHEDULES = {\n", '    "looped_bfs": ScheduleName("Looped BFS", 2, True),\n'
     ),
-    "tests/pipeline/test_schedules.py": append("""
-
-from ddp_course.pipeline import eager_1f1b  # noqa: E402
-
-ORDERS[eager_1f1b] = [
-    "0F0 0F1 0F2 0B0 0B1 0B2",
-    "1F0 1B0 1F1 1B1 1F2 1B2",
-]
-
-
-def test_eager_1f1b_keeps_one_microbatch_more():
-    schedule = eager_1f1b(2, 3)
-    assert schedule == parse("eager_1f1b", ORDERS[eager_1f1b])
-    assert check(schedule).peak_activations == (3, 1)
-"""),
+    "tests/pipeline/test_schedules.py": insert(
+        "\nORDERS = {\n",
+        """\
+    "looped_bfs": [
+        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2",
+    ],
+""",
+    ),
     "notebooks/11_pipeline_schedules.ipynb": add_cells(
-        new_code_cell("print(SCHEDULES['eager_1f1b'](4, 8))"),
+        new_code_cell("print(SCHEDULES['looped_bfs'](4, 8))"),
     ),
 }
-SCHEDULE["ddp_course/pipeline/schedules.py"] = together(
-    insert("    check_counts,\n", "    one_stage_per_rank,\n"),
-    SCHEDULE["ddp_course/pipeline/schedules.py"],
-)
 AXIS = {
     "ddp_course/spec.py": together(
         insert(
-            "\nAXES = {\n",
-            '    "twin": Axis("ranks that compute the same", "twins"),\n',
+            "        averaged=True,\n        rows=True,\n    ),\n",
+            '    "pod": Axis("pods of ranks", "pods", averaged=True, rows=True),\n',
         ),
         insert(
-            '    tp: int = option(1, AXES["tp"].about)\n',
-            '    twin: int = option(1, AXES["twin"].about)\n',
+            '    dp: int = option(1, AXES["dp"].about)\n',
+            '    pod: int = option(1, AXES["pod"].about)\n',
         ),
     ),
-    "ddp_course/twins/__init__.py": append(
-        '"""Floor 2: ranks that compute the same. Read:\n\n'
+    "ddp_course/pods/__init__.py": append(
+        '"""Floor 2: pods of ranks, with slow links between them. Read:\n\n'
         '    axis    leave the model as it is\n"""\n'
     ),
-    "ddp_course/twins/axis.py": append('''\
-"""The axis twin: all its ranks compute the same, so nothing is sent."""
+    "ddp_course/pods/axis.py": append('''\
+"""The axis pod: gradients are averaged along it and dp together."""
 
 from ddp_course.spec import Layout
 from ddp_course.strategy import Strategy
 
 
 def strategy(layout: Layout) -> Strategy:
-    """Return how the ranks along twin train: each by itself."""
+    """Return how the ranks along pod train: as those along dp do."""
     return Strategy()
 '''),
-    "tests/test_architecture.py": insert('"context_parallel"', ', "twins"'),
-    "tests/twins/test_twins.py": append('''\
-"""Twins train as one process does."""
+    "tests/test_architecture.py": insert('"context_parallel"', ', "pods"'),
+    "tests/pods/test_pods.py": append('''\
+"""Pods train as one process does, each on rows of its own."""
 
 from functools import partial
 
 import pytest
 
 from ddp_course.launch import spawn
+from ddp_course.spec import SpecError, layout_for
 from ddp_course.train import train
 
 
-def test_two_twins_train_like_one_process():
+@pytest.mark.parametrize("options", [{"dp": 2}, {"tp": 2, "zero": 1}])
+def test_two_pods_train_like_one_process(options):
+    layout = layout_for(4, pod=2, **options)
+    shares = [layout.share(rank)[0] for rank in range(4)]
+    assert shares == ([0, 1, 2, 3] if layout.dp == 2 else [0, 0, 1, 1])
+    with pytest.raises(SpecError, match="7 rows cannot be shared equally"):
+        layout.check(batch_size=7)
     run = partial(train, steps=2, batch_size=4)
     alone = spawn(run, output="none")[0]
-    twins = spawn(partial(run, twin=2), world_size=2, output="none")
-    for each in twins:
+    for each in spawn(partial(run, pod=2, **options), output="none"):
         assert each.losses == pytest.approx(alone.losses)
 '''),
     "README.md": insert(
-        "ring attention |\n", "| `twins/` | ranks that compute the same |\n"
+        "ring attention |\n", "| `pods/` | pods of ranks with other rows |\n"
     ),
 }
 BUCKET = {
@@ -371,7 +367,7 @@ def test_a_recipe_lists_the_files_that_it_touches(title):
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (recipe,) = re.findall(rf"^## {title}\n(.*?)(?=^## )", text, re.M | re.S)
     steps = re.findall(r"^\d+\. `([^`]+)`", recipe, re.M)
-    names = {"chNN_topic": "ch01_ranks", "AXIS": "twins", "NAME": "ternary"}
+    names = {"chNN_topic": "ch01_ranks", "AXIS": "pods", "NAME": "ternary"}
     for placeholder, name in names.items():
         steps = [step.replace(placeholder, name) for step in steps]
     steps = [step.replace("NN_topic", "01_ranks") for step in steps]
@@ -424,7 +420,8 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
     assert "99_toy: stored" in run(copy, *save, **no_ranks)
     assert "✓ **twice: passed.**" in (copy / "notebooks/99_toy.ipynb").read_text()
     chosen = (
-        "[twice or 99 or up_to_date or node_of or eager_1f1b or twins or "
+        "[twice or 99 or up_to_date or node_of or looped_bfs or pods or "
+        "keep_no_more or fits_the_small or come_first or "
         "bytes_are_the_formula or "
         "test_architecture or readme or test_plain_words or pytorch_and_yet or "
         "house_rules or test_rooms"
@@ -434,7 +431,8 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
         *(f"chapters/test_{name}.py" for name in (*rooms, "rooms")),
         *("test_repository.py", "test_architecture.py"),
         *("test_plain_words.py", "test_cli.py", "pipeline/test_schedules.py"),
-        *("twins/test_twins.py", "compression/test_compressors.py"),
+        *("pipeline/test_pipeline_systems.py", "test_parallelize.py"),
+        *("pods/test_pods.py", "compression/test_compressors.py"),
     ]
     results = run(
         copy,
@@ -457,9 +455,12 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
         "99_toy::ipynb::Cell 1",
         "test_the_solution_passes[node_of]",
         "test_a_judge_rejects_mutants_of_its_solution[node_of]",
-        "test_eager_1f1b_keeps_one_microbatch_more",
-        "test_legal_for_every_number_of_ranks_and_microbatches[eager_1f1b]",
-        "test_two_twins_train_like_one_process",
+        "test_two_ranks_and_three_microbatches[looped_bfs]",
+        "test_legal_for_every_number_of_ranks_and_microbatches[looped_bfs]",
+        "test_ranks_do_what_the_schedule_says_and_keep_no_more[3-5]",
+        "test_what_runs_on_any_backend_fits_the_small_model",
+        "test_axes_with_other_rows_come_first_and_are_averaged",
+        "test_two_pods_train_like_one_process[options1]",
         "test_bytes_are_the_formula_and_numbers_those_of_one_process",
     ):
         assert re.search(re.escape(seen) + " PASSED", results), (seen, results[-9000:])

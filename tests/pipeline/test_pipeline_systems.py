@@ -89,7 +89,7 @@ def everything_on_every_rank():
 def predicted(schedule, p: int) -> list[dict[int, tuple[int, int]]]:
     """Return for each rank: peer -> bytes and messages to it."""
     name, m = schedule
-    stages = 2 * p if name == "interleaved" else p
+    stages = SCHEDULES[name](p, m).num_stages
     results: list[dict[int, tuple[int, int]]] = [{} for _ in range(p)]
     for a, b in pairwise(s % p for s in range(stages)):
         for src, dst in ((a, b), (b, a)):
@@ -158,7 +158,7 @@ def done_and_kept(m: int) -> dict:
     results, p = {}, dist.get_world_size()
     gc.disable()  # so that all is dropped when it should be, not when it may be
     for name in SCHEDULES:
-        stages, count = 2 * p if name == "interleaved" else p, Count()
+        stages, count = SCHEDULES[name](p, m).num_stages, Count()
         model = nn.Sequential(*(Counted(count) for _ in range(stages)))
         pipeline = PipelineParallel(
             model, name, m, loss_fn=mse, recorder=PipelineRecorder()
@@ -226,7 +226,7 @@ def waited(m: int) -> dict:
     """Return the events of a step of each schedule, and when it began and ended."""
     results, p = {}, dist.get_world_size()
     for name in SCHEDULES:
-        stages = 2 * p if name == "interleaved" else p
+        stages = SCHEDULES[name](p, m).num_stages
         each = UNIT * p / stages
         model = nn.Sequential(*(SleepingLayer(each, each, each) for _ in range(stages)))
         pipeline = PipelineParallel(

@@ -258,7 +258,7 @@ def test_one_message_at_a_time_is_not_enough_for_1f1b(name):
 
 def test_blocking_costs_no_time_but_between_two_interleaved_ranks():
     """There each waits for the other, who is still at a longer backward."""
-    for name in SCHEDULES:
+    for name in theory.PIPELINES:
         for p, m in [(1, 3), (2, 1), (2, 8), (3, 7), (4, 4), (4, 8), (6, 8)]:
             schedule = SCHEDULES[name](p, m)
             blocking = simulate_schedule(schedule, blocking=True).makespan
