@@ -27,7 +27,8 @@ LAYOUTS = {  # the ranks, and how they share the training
     "ep 2 x tp 2": (4, {"ep": 2, "tp": 2}),
     "ep 2 x pp 2": (4, {"ep": 2, "pp": 2, "microbatches": 2}),
     "ep 2 inside dp 4 x ZeRO-2": (4, {"dp": 4, "ep": 2, "zero": 2}),
-    "ZeRO-3": (4, {"zero": 3}),
+    "ZeRO-3": (2, {"zero": 3}),
+    "ep 2 x ZeRO-1": (2, {"ep": 2, "zero": 1}),
     "dp 2 x cp 2 x pp 2": (8, {"dp": 2, "cp": 2, "pp": 2, "microbatches": 2}),
 }
 OTHERS = [pair for pair in product(LAYOUTS, repeat=2) if pair[0] != pair[1]]

@@ -1,4 +1,7 @@
-"""Training along the axis cp: the curve, parameters and states of one process."""
+"""Training along the axis cp: the curve and parameters of one process.
+
+Their states move between layouts in `tests/test_states_between_layouts.py`.
+"""
 
 from functools import partial
 
@@ -50,19 +53,6 @@ def test_spawn_the_same_training(name, one_process):
     ranks, options = LAYOUTS[name]
     backend = "strict" if name == "NCCL's rules" else None
     assert_same_training(trained(ranks, backend=backend, **options), one_process)
-
-
-def test_spawn_a_layout_goes_on_with_the_checkpoint_of_another(tmp_path, one_process):
-    layouts = [
-        (4, {"dp": 2, "cp": 2, "zero": 1}),
-        (4, {"cp": 2, "tp": 2}),
-        (2, {"zero": 3}),
-        (2, {"cp": 2}),
-    ]
-    for step, (ranks, options) in enumerate(layouts, start=1):
-        last = trained(ranks, step, checkpoint=tmp_path, every=1, **options)
-        assert last.resumed_at == step - 1
-    assert_same_training(last, one_process)
 
 
 # ---- plants --------------------------------------------------------------------------

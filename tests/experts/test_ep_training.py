@@ -1,4 +1,7 @@
-"""Training along the axis ep: the curve, parameters and states of one process."""
+"""Training along the axis ep: the curve and parameters of one process.
+
+Their states move between layouts in `tests/test_states_between_layouts.py`.
+"""
 
 from functools import partial
 
@@ -80,23 +83,6 @@ def test_spawn_the_same_training(name, one_process):
     backend = "strict" if name == "NCCL's rules" else None
     found = trained(ranks, backend=backend, **options)
     assert_same_training(found, one_process(options))
-
-
-def test_spawn_a_layout_goes_on_with_the_checkpoint_of_another(tmp_path, one_process):
-    layouts = [
-        (4, {"ep": 4}),
-        (4, {"ep": 2, "tp": 2}),
-        (4, {"ep": 2, "zero": 1}),
-        (4, {"ep": 2, "pp": 2, "microbatches": 2}),
-        (4, {"ep": 4, "zero": 2}),
-        (2, {"zero": 3}),
-        (2, {"ep": 2, "zero": 1}),
-        (1, {}),
-    ]
-    for step, (ranks, options) in enumerate(layouts, start=1):
-        last = trained(ranks, step, checkpoint=tmp_path, every=1, **options)
-        assert last.resumed_at == step - 1
-    assert_same_training(last, trained(steps=len(layouts)))
 
 
 # ---- what a rank has, and plants -----------------------------------------------------
