@@ -16,7 +16,9 @@ from ddp_course.model import build_gpt
 from ddp_course.spec import SpecError, layout_for
 from ddp_course.train import train
 
-STEPS, ROWS = 4, 8
+STEPS, ROWS = 5, 8
+# Rounding moves no parameter by more than 4e-6 in five steps; a step is about 3e-4.
+TOLERANCE = 4e-5
 LAYOUTS = {  # the ranks, and how they share the training
     "three ranks: 64 positions are padded to 66": (3, {"cp": 3}),
     "gathered keys and values": (2, {"cp": 2, "attention": "gathered"}),
@@ -45,7 +47,7 @@ def one_process():
 def assert_same_training(found, expected):
     assert found.losses == pytest.approx(expected.losses, abs=1e-5)
     for name, value in expected.state.items():
-        torch.testing.assert_close(found.state[name], value, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found.state[name], value, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
