@@ -400,12 +400,15 @@ def _plan(add: Callable[..., Parser]) -> None:
         price=(_positive, None, "with --gpu: price of a GPU-hour, in any currency"),
         top=(_whole(1000), None, "with --gpu: how many are printed (default: 10)"),
     )
-    for name, among, default, about in (
-        ("--optimizer", spec.OPTIMIZERS, "adamw", "the optimizer"),
-        ("--precision", tuple(spec.PLANNED), "mixed", "number formats; see below"),
-    ):
-        about = f"{about} (default: %(default)s)"
-        plan.add_argument(name, choices=among, default=default, help=about)
+    about = "the optimizer (default: %(default)s)"
+    plan.add_argument(
+        "--optimizer", choices=spec.OPTIMIZERS, default="adamw", help=about
+    )
+    about = (
+        "number formats; see below (default: mixed; with --gpu mixed-fp32-gradients, "
+        "with which predictions were held against published training runs)"
+    )
+    plan.add_argument("--precision", choices=tuple(spec.PLANNED), help=about)
     about = "activations that are recomputed (default: none; with --gpu all are tried)"
     plan.add_argument("--recompute", choices=spec.RECOMPUTE, help=about)
     _flags(plan, scores="attention is not fused: its scores are kept")

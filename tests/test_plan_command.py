@@ -9,7 +9,12 @@ import sys
 import pytest
 from refusals import answered
 
+from ddp_course.chapters.ch18_how_fast.figures import MODEL
 from ddp_course.cli import main
+from ddp_course.planning.accelerators import ACCELERATORS, Cluster
+from ddp_course.planning.anchors import ANCHORS
+from ddp_course.planning.search import search
+from ddp_course.planning.step_time import Software
 from ddp_course.theory import MODELS, plan
 
 
@@ -133,15 +138,29 @@ def test_layouts_are_sorted_and_the_best_is_explained(capsys, tmp_path):
     hours = float(re.search(r"([\d,]+) GPU-hours", text)[1].replace(",", ""))
     assert hours == pytest.approx(days * 24 * 512, rel=1e-3)
     assert f"{2 * hours:,.0f}"[:5] in text, "the price"
-    assert "dp alone: at least 1,128.9 GB, of which 840.0 are optimizer states" in text
+    assert "dp alone: at least 1,269.4 GB, of which 840.0 are optimizer states" in text
     assert "Taken as usual: --layers 88 --hidden 8192" in text
     assert "Not predicted: experts" in text
+
+
+def test_the_command_finds_what_the_chapter_finds(capsys):
+    """And in the number formats of `ANCHORS`, whose errors it prints."""
+    cluster = Cluster(ACCELERATORS["h100"], 512)
+    first = search(MODEL, cluster).best[0]
+    text = shown(capsys, "--parameters 70b --tokens 15t --gpus 512 --gpu h100 --node 8")
+    assert f"The fastest: {first.candidate}." in text
+    assert {anchor.software.precision for anchor in ANCHORS} == {Software().precision}
+    other = shown(capsys, "--params 70b --gpus 512 --gpu h100 --precision mixed")
+    assert f"The fastest: {first.candidate}." not in other, "formats do matter"
 
 
 def test_nothing_fits(capsys):
     assert main(["plan", "--params", "405b", "--gpus", "8", "--gpu", "h100"]) == 1
     assert "No layout fits" in (text := capsys.readouterr().out)
-    assert "89 GPUs could hold them" in text
+    assert "7,290 GB; 100 GPUs could hold them" in text, "18 bytes a parameter"
+    typed = "--params 405b --gpu h100 --optimizer sgd"
+    assert main(["plan", *typed.split()]) == 1
+    assert "4,050 GB" in capsys.readouterr().out, "no moments, and 10 bytes"
 
 
 def test_tables_of_data_sheets_and_published_trainings(capsys):
@@ -165,6 +184,9 @@ test_what_goes_with_what = answered(
     ("--params 7b --gpu h100 --layers 3", "say both --layers and --hidden"),
     ("--params 7b --gpu h100 --heads 3", "--heads 3 goes with --layers and --hidden"),
     ("--preset gpt2 --gpu h100 --heads 3", "--heads goes with --parameters"),
+    ("--params 7b --gpu h100 --price 2", "--price 2 has no effect without --tokens"),
+    ("--params 7b --gpu h100 --step-tokens 99", "99 is less than a row of 4096 tokens"),
+    ("--anchors --json x.json", "--json x.json goes with --preset or --parameters"),
     ("--params 1m --gpu h100", "the embeddings of 128,256 words"),
     ("--params 70b --gpu h100 --gpus 1000003", "no layout of 1000003 GPUs divides"),
 )

@@ -79,6 +79,7 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     ("--dp 2 --shard 2", "--shard has no effect without --zero 3"),
     ("--pp 2 --microbatches 9", "8 rows cannot be cut into 9 microbatches; make"),
     ("--json no/such/folder/file", "there is no folder"),
+    ("--checkpoint /dev/null/runs", "/dev/null is a file; name a folder"),
     ("--json /tmp", "cannot write /tmp: it is a folder"),
     ("--tp 2 --ranks 1", "a mesh tp 2 needs 2 ranks, and the world"),
     ("--pp 1 --schedule gpipe", "--schedule has no effect without a pipeline"),

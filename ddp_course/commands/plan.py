@@ -42,6 +42,7 @@ def command(args: Namespace) -> int:
     check_file(args.json)
     args.memory, args.batch = args.memory or 80, args.batch or 1
     args.recompute = args.recompute or "none"
+    args.precision = args.precision or "mixed"
     names = "optimizer", "precision", "batch", "recompute"
     options = {name: getattr(args, name) for name in names}
     options["fused_attention"] = not args.scores

@@ -23,13 +23,12 @@ from ddp_course.planning.search import Found, divisors, search
 from ddp_course.planning.step_time import Prediction, Software
 from ddp_course.planning.workload import Workload
 from ddp_course.spec import ZERO
-from ddp_course.theory.memory import PRECISIONS
+from ddp_course.theory.memory import PRECISIONS, model_states
 from ddp_course.theory.plan import MODELS
 
 GB = 1e9  # decimal, as GPUs are sold
 SHAPE = ("layers", "hidden", "heads", "sequence", "vocab")
 SEQUENCE, VOCAB, STEP_TOKENS = 4096, 128_256, 4_000_000  # if nothing else is said
-KEPT_BY_ADAM = 16  # bytes of a parameter
 NETWORK = 50  # GB/s of each GPU: 400 Gb/s
 SOURCES = (
     "bfloat16 (V100: float16), dense; links in one direction; -: not published. From "
@@ -41,8 +40,13 @@ def command(args: Namespace) -> int:
     """Print the fastest layouts, what the best one takes, and why others do not fit."""
     check_file(args.json)
     args.top, args.step_tokens = args.top or 10, args.step_tokens or STEP_TOKENS
+    args.precision = args.precision or Software.precision
+    if args.price is not None and not args.tokens:
+        raise CommandError(f"--price {args.price:g} has no effect without --tokens")
     console = Console(soft_wrap=True, highlight=False)
     if args.accelerators or args.anchors:
+        if args.json:
+            raise CommandError(f"--json {args.json} goes with --preset or --parameters")
         console.print(accelerators() if args.accelerators else anchors())
         return 0
     try:
@@ -100,6 +104,10 @@ def rows_of(args: Namespace, sequence: int) -> int:
     That is a multiple of --gpus, or a divisor of it where there are fewer rows.
     """
     rows = args.step_tokens / sequence
+    if rows < 1:
+        raise ValueError(
+            f"--step-tokens {args.step_tokens} is less than a row of {sequence} tokens"
+        )
     if rows >= args.gpus:
         return round(rows / args.gpus) * args.gpus
     return min(divisors(args.gpus), key=lambda number: abs(number - rows))
@@ -197,11 +205,13 @@ def best(
 ) -> list[str]:
     """Return what the fastest layout's steps and the whole training take."""
     if not found.best:
-        states = KEPT_BY_ADAM * workload.parameters
-        gpus = math.ceil(states / found.limit)
+        kept = model_states(
+            workload.parameters, 1, optimizer=args.optimizer, precision=args.precision
+        )
+        gpus = math.ceil(kept.total / found.limit)
         return [
-            f"No layout fits: weights, gradients and Adam's states are "
-            f"{states / GB:,.0f} GB; {gpus:,} GPUs could hold them alone."
+            "No layout fits: weights, gradients and the optimizer's states are "
+            f"{kept.total / GB:,.0f} GB; {gpus:,} GPUs could hold them alone."
         ]
     first = found.best[0]
     seconds = {k: v for k, v in first.parts.items() if v >= 0.005 * first.seconds}

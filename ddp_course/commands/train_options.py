@@ -66,7 +66,7 @@ def check_typed(args: Namespace) -> None:
 def check_folder(folder: str) -> None:
     """Raise CommandError if a file stands where the checkpoints' folder should be."""
     for place in (Path(folder), *Path(folder).parents):
-        if place.is_file():
+        if place.exists() and not place.is_dir():
             raise CommandError(
                 f"--checkpoint {folder}: {place} is a file; name a folder"
             )
