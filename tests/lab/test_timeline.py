@@ -97,6 +97,14 @@ def test_communication_beside_computing_has_a_lane_below_it():
     assert below[1:3] == pytest.approx((0.2, 0.4))
 
 
+def test_a_block_that_the_next_one_covers_has_no_name():
+    """Else a piece of it stands beside the next block, as of `gloo:all_reduce`."""
+    events = [Plain(0, "send", 0, 3), Plain(0, "recv", 2, 5), Plain(0, "gather", 5, 6)]
+    shown = words(timeline(events))
+    assert "send" not in shown and {"recv", "gather"} <= set(shown)
+    assert "send" in words(timeline([replace(events[0], end=2), *events[1:]]))
+
+
 def test_what_is_hatched():
     events = [
         Plain(0, "recv", 0, 1),

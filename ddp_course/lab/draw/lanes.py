@@ -180,10 +180,14 @@ def _draw_lane(
         d.block(0, name, 54, BLOCK, lane.name, fill=color, size=12)
     else:
         d.text(0, name + 15, lane.name, size=12, anchor="start")
-    for left, right, block in _visible(lane.blocks, scale):
+    blocks = _visible(lane.blocks, scale)
+    next_lefts = [*(left for left, _, _ in blocks[1:]), math.inf]
+    for (left, right, block), next_left in zip(blocks, next_lefts, strict=True):
         tall = high if block.look == "waits" else BLOCK
         at = name_w + left, LOWER * block.lower, right - left, tall
-        draw_block(d, at, block.look, rank_color(lane.rank), block.names)
+        # The next block would cover a part of the name.
+        names = block.names if right <= next_left + 1 else ()
+        draw_block(d, at, block.look, rank_color(lane.rank), names)
     if lane.note:
         d.text(name_w, high + 13, lane.note, size=12, anchor="start", fill=MUTED)
 
