@@ -163,8 +163,8 @@ def head(
     name = args.preset or "a model"
     lines = [
         f"{name}: {workload.parameters:,} parameters, {args.optimizer}, "
-        f"{args.precision}, steps of {workload.rows:,} rows of {workload.sequence:,} "
-        "tokens",
+        f"{args.precision}, steps of {workload.rows:,} row{'s' * (workload.rows > 1)} "
+        f"of {workload.sequence:,} tokens",
         f"{cluster.gpus:,} x {args.gpu} ({cluster.gpu.memory / GB:g} GB), "
         f"{cluster.node} in a node ({cluster.gpu.link / GB:g} GB/s each), "
         f"{cluster.network / GB:g} GB/s to other nodes each (1 GB = 10^9 bytes)",

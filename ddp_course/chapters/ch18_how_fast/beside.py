@@ -97,11 +97,6 @@ class Part:
         """FLOPs per byte."""
         return self.flops / self.nbytes
 
-    def share(self, machine: Machine) -> float:
-        """Return the speed over the roof: the lower one of both limits."""
-        roof = min(machine.flops, self.intensity * machine.bandwidth)
-        return self.flops / self.seconds / roof
-
 
 def parts(rows: int = 4096, channels: int = 1024) -> list[Part]:
     """Measure parts of a transformer's layer on one core, of `rows` tokens.
@@ -135,9 +130,13 @@ def parts(rows: int = 4096, channels: int = 1024) -> list[Part]:
         ]
 
 
-def training_speed(config: GPTConfig, rows: int = 8) -> float:
+def training_speed(
+    config: GPTConfig, rows: int = 8, *, recomputed: bool = False
+) -> float:
     """Return the tokens per second of processor time of one core's training."""
     model = build_gpt(config)
+    if recomputed:
+        recompute_blocks(model)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.zeros(rows, config.block_size, dtype=torch.int64)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ddp_course.chapters.ch18_how_fast.beside import Machine, Part
 from ddp_course.lab.draw.drawing import Drawing
@@ -79,7 +78,7 @@ def _bar(d: Drawing, y: float, row: Prediction, scale: float) -> None:
 def roofline(machine: Machine, parts: Sequence[Part]) -> Drawn:
     """Draw each part's FLOP/s against its FLOPs per byte, below the machine's roof."""
     figure, axes = canvas((7, 4))
-    low, high = 0.05, 2000.0
+    low, high = 0.02, 2000.0
     xs = [low, machine.ridge, high]
     roof = [min(machine.flops, x * machine.bandwidth) / 1e9 for x in xs]
     axes.plot(xs, roof, color=INK, linewidth=1.5)
@@ -88,8 +87,9 @@ def roofline(machine: Machine, parts: Sequence[Part]) -> Drawn:
         axes.plot([part.intensity], [speed], "o", color=INK, markersize=6)
         where = {"xytext": (6, -13), "ha": "left"} if k % 2 else {"xytext": (-6, 5)}
         where = {"ha": "right", "textcoords": "offset points"} | where
-        axes.annotate(part.name, (part.intensity, speed), **where)
-    axes.set(xscale="log", yscale="log", xlim=(low, high))
+        label = axes.annotate(part.name, (part.intensity, speed), **where)
+        label.set_bbox({"fc": "white", "ec": "none", "pad": 0.5, "alpha": 0.8})
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(None, 2 * roof[-1]))
     axes.set(xlabel="FLOPs per byte", ylabel="GFLOP/s of one core")
     axes.grid(**GRID)
     names = ", ".join(
@@ -100,7 +100,7 @@ def roofline(machine: Machine, parts: Sequence[Part]) -> Drawn:
 
 
 @plot
-def published(**_: Any) -> Drawn:
+def published() -> Drawn:
     """Draw predicted against published MFU of all anchors."""
     figure, axes = canvas((6, 4.6))
     axes.plot([0, 70], [0, 70], color=MUTED, linewidth=1)

@@ -1,8 +1,9 @@
 """Profiles of ranks: recorded by PyTorch, merged for Perfetto, read as events.
 
 `torch.profiler` writes one trace per rank, whose processes and clocks know nothing of
-each other. `merged` makes one trace of them: process r is rank r, and all times count
-from the earliest one. (The ranks of one machine share a clock; hosts do not.)
+each other. `merged` makes one trace of them: process r is rank r, all times count from
+the earliest one, and no two ranks' arrows have the same number, else Perfetto would
+join them. (The ranks of one machine share a clock; hosts do not.)
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def merged(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"folder is {str(folder)!r}; it has no rank0.json")
     base = min(trace.get("baseTimeNanoseconds", 0) for trace in traces.values())
     everything: list[dict[str, Any]] = []
-    for rank, trace in traces.items():
+    for place, (rank, trace) in enumerate(traces.items()):
         shift = (trace.get("baseTimeNanoseconds", 0) - base) / 1e3  # µs
         named = {"name": "process_name", "ph": "M", "pid": rank, "tid": 0}
         everything.append(named | {"args": {"name": f"rank {rank}"}})
@@ -88,6 +89,8 @@ def merged(folder: str | Path) -> dict[str, Any]:
             if event.get("ph") == "M" and event["name"].startswith("process"):
                 continue
             moved = {"ts": event["ts"] + shift} if "ts" in event else {}
+            if "id" in event:  # an arrow from forward to backward, numbered anew
+                moved["id"] = event["id"] * len(traces) + place
             everything.append(event | {"pid": rank} | moved)
     return {"traceEvents": everything, "displayTimeUnit": "ms"}
 

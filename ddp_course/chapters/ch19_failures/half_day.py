@@ -52,6 +52,7 @@ def half_day(
     Chapter 19.
     """
     failed = failures(gpus, seed)
+    several = len(failed) != 1
     rows = {minutes: list(pieces(minutes, save, failed)) for minutes in every}
     kept = {m: sum(b - a for kind, a, b in row if kind == "kept") / (60 * HOURS)
             for m, row in rows.items()}  # fmt: skip
@@ -59,7 +60,7 @@ def half_day(
     d = Drawing(
         LEFT + WIDTH + 66,
         90 + ROW * len(rows),
-        title=f"12 hours of {gpus:,} GPUs, {len(failed)} failures",
+        title=f"12 hours of {gpus:,} GPUs, {len(failed)} failure{'s' * several}",
         description=f"Kept work, saves, lost work, restarts. Saved every {words}.",
     )
     d.text(12, 24, d.title, size=15, bold=True, anchor="start")

@@ -31,7 +31,9 @@ def test_every_published_training_is_in_the_picture():
 def test_a_roof_is_the_lower_of_both_limits():
     machine = Machine(100e9, 10e9)
     assert machine.ridge == 10
-    slope = Part("sum", 1e9, 1e9, 0.2)  # 5 GFLOP/s below 10
-    flat = Part("product", 100e9, 1e9, 2.0)  # 50 GFLOP/s below 100
-    assert slope.share(machine) == flat.share(machine) == 0.5
-    assert roofline(machine, [slope, flat]).axes
+    slope = Part("sum", 1e9, 1e9, 0.2)  # 1 FLOP per byte: 5 GFLOP/s below 10
+    flat = Part("product", 100e9, 1e9, 2.0)  # 100 per byte: 50 GFLOP/s below 100
+    roof, *points = roofline(machine, [slope, flat]).axes[0].lines
+    assert [*roof.get_xdata()][1] == 10 and [*roof.get_ydata()][1:] == [100, 100]
+    drawn = [(*line.get_xdata(), *line.get_ydata()) for line in points]
+    assert drawn == [(1, 5), (100, 50)]

@@ -49,6 +49,10 @@ def test_a_merged_trace_has_all_ranks_on_one_clock(tmp_path):
         apart = theirs.start - steps[0].start
         assert apart == pytest.approx(our.start - mine[0].start, abs=0.01)
     assert sum(e.op == GLOO for e in events) == 16
+    arrows = [e for e in trace["traceEvents"] if e.get("ph") in ("s", "f")]
+    ends = {(e["pid"], e["id"]) for e in arrows}
+    assert len(arrows) == 2 * len(ends) > 0, "each has a start and an end"
+    assert len({number for _, number in ends}) == len(ends), "on the same rank"
     means = [
         sum(e.seconds for e in events if e.op == GLOO and e.rank == rank)
         for rank in range(4)
