@@ -12,6 +12,7 @@ import argparse
 import errno
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -96,8 +97,15 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; refuse unknown arguments here, so that the error names the command."""
-        parsed, unknown = super().parse_known_args(args, namespace)
+        """Parse; refuse unknown arguments here, so that the error names the command.
+
+        argparse takes -7e9 and -7b for options, unlike -7; here they are values.
+        """
+        words = [*(sys.argv[1:] if args is None else args)]
+        for k in range(len(words) - 1, 0, -1):
+            if words[k - 1].startswith("--") and re.fullmatch(r"-[\d.]\S*", words[k]):
+                words[k - 1 : k + 1] = [f"{words[k - 1]}={words[k]}"]
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown

@@ -153,6 +153,8 @@ test_what_is_typed_wrongly_is_answered_in_one_line = answered(
     ("plan --preset 1m --parameters 7b", "not allowed with"),
     ("plan --parameters 7q", "'7q' is not a number"),
     ("plan --parameters 0", "is not a number above 0"),
+    ("plan --parameters -7b", "'-7' is not a number above 0"),
+    ("plan --parameters 7b --memory -1e-3", "'-1e-3' is not a number above 0"),
     ("plan --parameters 0.2", "'0.2' is not a number from 1 to 1000t"),
     ("plan --parameters 1e30", "'1e30' is not a number from 1"),
     ("plan --parameters 7b --gpus 0", "'0' is not a whole number from 1"),
