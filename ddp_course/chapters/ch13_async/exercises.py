@@ -20,14 +20,19 @@ from ddp_course.lab.judge import Case, Draw, equal_values, same_as
 from ddp_course.lab.messages import MESSAGES, PATIENCE, messages_of
 
 Record = list[tuple[str, int]]
+CASES = 60  # records for my_staleness
 
 # ---- my_staleness --------------------------------------------------------------------
 
 
-def _record(d: Draw) -> Record:
-    """Return a record in which workers pull, some of them again, and push at random."""
+def _record(d: Draw, pushes: int | None = None) -> Record:
+    """Return a record in which workers pull, some of them again, and push at random.
+
+    `pushes` is the number of pushes; None draws up to 40.
+    """
     workers = d.same.sample(range(1, 400), d.same.randint(1, 12))
-    pushes, has, record = d.same.randint(0, 40), set(), []
+    pushes = d.same.randint(0, 40) if pushes is None else pushes
+    has, record = set(), []
     while pushes:
         worker = d.same.choice(workers)
         what = "push" if worker in has and d.same.random() < 0.7 else "pull"
@@ -67,19 +72,29 @@ def check_my_staleness(answer: Answer) -> str:
     named = list(RECORDS.items())
 
     def draw(d: Draw) -> tuple[Record]:
-        return (list(named[d.case][1]) if d.case < len(named) else _record(d),)
+        if d.case < len(named):
+            return (list(named[d.case][1]),)
+        # as long as those of the chapter: 3,000 steps
+        return (_record(d, 3000 if d.case == CASES - 1 else None),)
 
     def why(case: Case) -> str:
         reasons = (why for why, record in named if record == case.args["record"])
         because = next(reasons, "each push changes the weights, whoever made it")
+        got, wanted = case.got, case.wanted
+        as_many = isinstance(got, list) and len(got) == len(wanted)
+        if as_many and all(got.count(age) == wanted.count(age) for age in {*wanted}):
+            because = "they come in the order of the pushes, whoever made them"
         return (
             f"returned {shown(case.got)}; expected {shown(case.wanted)}, because "
             f"{because}."
         )
 
     hints = {"fits": why, "right": why}
-    same_as(answer, solutions.my_staleness, draw, hints=hints)
-    return "60 records, with up to 12 workers that pull when they like"
+    same_as(answer, solutions.my_staleness, draw, cases=CASES, hints=hints)
+    return (
+        f"{CASES} records, with up to 12 workers that pull when they like, and up to "
+        "3,000 pushes"
+    )
 
 
 # ---- my_replay -----------------------------------------------------------------------

@@ -85,18 +85,26 @@ EASY = (
 )
 
 
+# A clock may begin anywhere: far from 0, or, as of another one, below it.
+CLOCKS = 0, 0, -500, 100_000
+
+
 def _events(d: Draw) -> tuple[list[tuple[float, float, str]]]:
     if d.case < len(EASY):
         return ([*EASY[d.case]],)
-    found = []
+    # traces of milliseconds, too: rounding must not hide a wrong sum
+    return (_spans(d, 4096 if d.case % 3 == 2 else 4),)
+
+
+def _spans(d: Draw, ticks: int) -> list[tuple[float, float, str]]:
+    """Return events whose times are multiples of 1 / ticks."""
+    found, zero = [], CLOCKS[d.case % 4]
     for _ in range(d.same.randint(0, 12)):
         start = d.same.randint(0, 40)
         end = start + d.same.randint(1, 20)
         kind = d.same.choice(["compute", "communication"])
-        # traces of milliseconds, too: rounding must not hide a wrong sum
-        ticks = 4096 if d.case % 3 == 2 else 4
-        found.append((start / ticks, end / ticks, kind))
-    return (found,)
+        found.append((zero + start / ticks, zero + end / ticks, kind))
+    return found
 
 
 def _about_exposed(case: Case) -> str:
@@ -156,8 +164,7 @@ def _late_ranks(d: Draw) -> list[list[float]]:
     r = d.same
     ranks, collectives = r.randint(2, 8), r.randint(1, 6)
     late = r.randrange(ranks)
-    # A clock may begin anywhere: far from 0, or, as of another one, below it.
-    zero = (0, 0, -500, 100_000)[d.case % 4]
+    zero = CLOCKS[d.case % 4]
     rows = []
     for k in range(collectives):
         row = [k * 40 + r.choice([0, 1]) + 2 * x for x in r.sample(range(ranks), ranks)]
@@ -212,19 +219,45 @@ def check_my_gaps(answer: Answer) -> str:
     """
     hints = {"fits": _about_gaps, "right": _about_gaps}
     same_as(answer, solutions.my_gaps, _a_step, cases=60, hints=hints)
-    return "60 steps, with gaps at their ends, and events that lie in each other"
+    return (
+        "60 steps, with gaps at their ends, events that lie in each other, and events "
+        "of other steps"
+    )
+
+
+STEPS = (  # a step in which nothing runs, and two with events of other steps
+    ([], 0.5, 2.0),
+    ([(1.0, 2.0, "compute"), (6.0, 7.0, "compute")], 0.0, 4.0),
+    (
+        [
+            (-2.0, -1.0, "compute"),
+            (-0.5, 1.0, "communication"),
+            (2.0, 3.0, "compute"),
+            (3.5, 5.0, "communication"),
+        ],
+        0.0,
+        4.0,
+    ),
+)
 
 
 def _a_step(d: Draw) -> tuple[list[tuple[float, float, str]], float, float]:
-    if d.case == len(EASY):  # a step in which nothing runs is one gap
-        return [], 0.5, 2.0
-    (events,) = _events(d)
-    if d.case % 3 == 1:  # events of microseconds
-        events = [(a / 2**18, b / 2**18, kind) for a, b, kind in events]
-    ticks = 4096 if d.case % 2 else 4
+    special = d.case - len(EASY)
+    if 0 <= special < len(STEPS):
+        events, start, end = STEPS[special]
+        return [*events], start, end
+    if d.case < len(EASY):
+        (events,) = _events(d)
+    else:  # events of seconds, microseconds and milliseconds
+        events = _spans(d, (4, 2**20, 4096)[d.case % 3])
+    ticks = 4096 if special > 0 and d.case % 2 else 4
     span = [t for a, b, _ in events for t in (a, b)] or [0.0]
     before, behind = (d.same.choice([0, 1, 5]) / ticks for _ in range(2))
-    return events, min(span) - before, max(span) + behind
+    start, end = min(span) - before, max(span) + behind
+    if d.case % 5 == 4:  # the middle of it: some events belong to other steps
+        part = (end - start) / 4
+        start, end = start + part, end - part
+    return events, start, end
 
 
 def _about_gaps(case: Case) -> str:
@@ -235,8 +268,12 @@ def _about_gaps(case: Case) -> str:
         return f"{found}."
     if sorted(got) == wanted:
         return f"{found}: in order of time."
+    if got == [(a, b - a) for a, b in wanted]:
+        return f"{found}: where a gap begins and where it ends, not how long it is."
     if any(a >= b for a, b in got):
         return f"{found}: where events touch or overlap, there is no gap."
+    if any(a < start or b > end for a, b in got):
+        return f"{found}: what lies outside of the step is no gap in it."
     missing = [gap for gap in wanted if gap not in got]
     if len(missing) + len(got) == len(wanted) and all(
         a == start or b == end for a, b in missing
@@ -244,10 +281,25 @@ def _about_gaps(case: Case) -> str:
         return f"{found}: a step may begin and end with a gap."
     if missing and all(gap in wanted for gap in got):
         return f"{found}: gap {missing[0]} is missing."
-    computing = [each for each in events if each[2] == "compute"]
-    if got == solutions.my_gaps(computing, start, end):
-        return f"{found}: while messages are under way, a rank is not idle."
-    return f"{found}: a long event may last beyond the next ones."
+    begun = [each for each in events if start <= each[0]]
+    ended = [each for each in events if each[1] <= end]
+    for counted in (begun, ended, [each for each in begun if each in ended]):
+        if got == solutions.my_gaps(counted, start, end):
+            return f"{found}: an event that reaches beyond the step counts up to there."
+    for kind, why in WHY_BUSY.items():
+        if got == solutions.my_gaps([e for e in events if e[2] == kind], start, end):
+            return f"{found}: {why}, a rank is not idle."
+    times = {start, end, *(t for a, b, _ in events for t in (a, b))}
+    if not times.issuperset(t for gap in got for t in gap):
+        return f"{found}: a gap begins and ends where an event or the step does."
+    why = "events come in any order, and a long one may last beyond the next ones"
+    return f"{found}: {why}."
+
+
+WHY_BUSY = {
+    "compute": "while messages are under way",
+    "communication": "while something is computed",
+}
 
 
 # ---- my_step_time --------------------------------------------------------------------

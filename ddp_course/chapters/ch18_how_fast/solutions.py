@@ -49,6 +49,7 @@ def my_gaps(
     """Walk over the events by their starts, and remember the latest end so far."""
     gaps, reached = [], start
     for begins, ends, _ in sorted(events):
+        begins = min(begins, end)  # behind the step there is nothing to find
         if begins > reached:
             gaps.append((reached, begins))
         reached = max(reached, ends)

@@ -38,6 +38,32 @@ ANSWERS = answers(
         return found => return [len(pulled) - 1 for _ in found]
     on_average: expected `[0]`
         return found => return sum(found) / max(len(found), 1)
+    by_workers: in the order of the pushes
+        found = {}
+        pushes = [worker for what, worker in record if what == "push"]
+        ages = solutions.my_staleness(record)
+        for worker, age in zip(pushes, ages):
+            found.setdefault(worker, []).append(age)
+        return [age for worker in sorted(found) for age in found[worker]]
+    one_call_for_each_event: RecursionError
+        def rest(k, version, pulled):
+            if k == len(record):
+                return []
+            what, worker = record[k]
+            if what == "pull":
+                return rest(k + 1, version, {**pulled, worker: version})
+            return [version - pulled[worker], *rest(k + 1, version + 1, pulled)]
+
+        return rest(0, 0, {})
+    versions_in_a_byte: each push changes the weights
+        version, pulled, found = torch.zeros((), dtype=torch.uint8), {}, []
+        for what, worker in record:
+            if what == "pull":
+                pulled[worker] = int(version)
+            else:
+                found.append(int(version) - pulled[worker])
+                version += 1
+        return found
     since_anybodys_pull: those of others give a worker nothing
         version - pulled[worker] => version - max(pulled.values())
     by_its_own_clock: worker 1 has pushed after worker 2 pulled

@@ -3,6 +3,7 @@
 # ruff: noqa: F401 (the texts use what is imported)
 
 import numpy as np
+import torch
 from slips import answers
 
 from ddp_course.chapters.ch18_how_fast import capstone, solutions
@@ -163,6 +164,7 @@ ANSWERS = answers(
         pieces = [
             (a, b)
             for a, b in zip(times, times[1:])
+            if start <= a and b <= end
             if not any(s <= a and b <= e for s, e, _ in events)
         ]
         joined = []
@@ -173,7 +175,8 @@ ANSWERS = answers(
         return joined
     gaps_by_marks:
         depth, since, found = 0, start, []
-        marks = sorted([(a, 0) for a, _, _ in events] + [(b, 1) for _, b, _ in events])
+        events = [(a, min(b, end)) for a, b, _ in events if b > start and a < end]
+        marks = sorted([(a, 0) for a, _ in events] + [(b, 1) for _, b in events])
         for t, closes in marks:
             if not closes:
                 if depth == 0 and t > since:
@@ -187,7 +190,7 @@ ANSWERS = answers(
         gaps, reached = [], start
         => gaps, reached = [], min((e[0] for e in events), default=end)
         if end > reached: => if False:
-    last_end_only: a long event may last beyond the next ones
+    last_end_only: a long one may last beyond the next ones
         reached = max(reached, ends) => reached = ends
     touching_counts: where events touch or overlap, there is no gap
         if begins > reached: => if begins >= reached:
@@ -205,10 +208,37 @@ ANSWERS = answers(
         => if not events:
         =>     return []
         => gaps, reached = [], start
-    unsorted: expected
+    unsorted: events come in any order
         sorted(events) => events
     lengths: expected
         return gaps => return [b - a for a, b in gaps]
+    up_to_events_behind_the_step: outside of the step
+        begins = min(begins, end) => pass
+    from_events_before_the_step: outside of the step
+        reached = [], start => reached = [], min([start, *(a for a, _, _ in events)])
+    whole_events_only: reaches beyond the step
+        sorted(events) => sorted(e for e in events if start <= e[0] and e[1] <= end)
+    begun_in_the_step: reaches beyond the step
+        sorted(events) => sorted(e for e in events if e[0] >= start)
+    in_32_bits: expected
+        gaps, reached
+        => events = [(*torch.tensor(e[:2]).tolist(), e[2]) for e in events]
+        => start, end = torch.tensor([start, end]).tolist()
+        => gaps, reached
+    computing_is_idle: while something is computed
+        sorted(events) => sorted(e for e in events if e[2] != "compute")
+    beginnings_and_lengths: not how long it is
+        return gaps => return [(a, b - a) for a, b in gaps]
+    at_a_thousand_points: where an event or the step does
+        points = [start + (end - start) * k / 1000 for k in range(1001)]
+        busy = [any(a <= t < b for a, b, _ in events) for t in points]
+        found = []
+        for t, before, now in zip(points, [True, *busy], busy):
+            if before and not now:
+                found.append((t, end))
+            if now and not before:
+                found[-1] = (found[-1][0], t)
+        return [(a, b) for a, b in found if a < b]
     backwards: in order of time
         return gaps => return gaps[::-1]
     """,
