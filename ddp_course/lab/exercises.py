@@ -148,20 +148,26 @@ def judge_ranks(
     answer: Answer,
     *args: Any,
     worlds: Sequence[int] = (2, 3, 1),
+    nodes: int = 1,
     hint: str = "",
 ) -> list[Any]:
     """Call `use(answer, *args)` on real ranks, and judge the facts of each rank.
 
     `use` returns a dictionary of facts, or a list of them with one for each case; the
     fact `case` is the case's name. If `use` is a generator, it stops at the first case
-    that is wrong on any rank. Return the facts of all ranks in the last of `worlds`.
+    that is wrong on any rank. On several `nodes` local ranks are not the ranks. Return
+    the facts of all ranks in the last of `worlds`.
     """
+    on = f" on {nodes} nodes" if nodes > 1 else ""
     for n in worlds:
-        results = on_ranks(_facts, use, table, answer, *args, world_size=n, hint=hint)
+        shape = {"world_size": n}
+        if nodes > 1:
+            shape = {"nnodes": nodes, "nproc_per_node": n // nodes}
+        results = on_ranks(_facts, use, table, answer, *args, hint=hint, **shape)
         for rank, facts in enumerate(results):
             for one in facts if isinstance(facts, list) else [facts]:
                 case = f" {one['case']}," if "case" in one else ""
-                where = f"With {n} ranks,{case} rank {rank}"
+                where = f"With {n} rank{'s' * (n > 1)}{on},{case} rank {rank}"
                 judge(where, {"rank": rank, "n": n, "hint": hint} | one, table)
     return results
 

@@ -24,6 +24,7 @@ passes its own hint, then the others:
     few       the number of these collectives, at most the solution's
     memory    the bytes that stay in tensors after the call, with a small allowance
     list      whether lists of tensors still have the same tensors, in the same order
+    storage   whether tensors that are arguments still have the same memory
     later     whether a later call has changed an earlier result
 
 "sends" and "messages" cannot be combined with others that count calls; "collectives"
@@ -66,6 +67,8 @@ TABLE = {
     "kept": "changed `{changed}`, which it was given; work on a copy.",
     "in_place": "left {got_in_place} in `{changed}`; expected "
     "{wanted_in_place}{place_in_place}. {hint}",
+    "storage": "gave `{moved}` other memory, as `.data = ...` does; views of it keep "
+    "the old numbers. Change the numbers in place.",
     "list": "changed the list `{changed_list}` itself; change its tensors alone.",
     "bytes": "wrote {written:,} bytes by the operating system's count; the solution "
     "writes {needed:,}.",
@@ -150,6 +153,7 @@ class Case:
         nothing: whether the solution returns nothing, so that any result is right.
         lists: names of arguments, lists of tensors, in which only the answer has put,
             removed or moved a tensor.
+        moved: names of arguments to whose tensors only the answer gave other memory.
     """
 
     args: Mapping[str, Any]
@@ -162,6 +166,7 @@ class Case:
     number: int = 0
     nothing: bool = False
     lists: Sequence[str] = ()
+    moved: Sequence[str] = ()
 
     def facts(self) -> dict[str, Any]:
         """Return which properties hold, and the names of what has changed."""
@@ -174,6 +179,8 @@ class Case:
         }
         lists = [name for name in self.lists if name not in self.free]
         facts |= {"list": not lists, "changed_list": ", ".join(lists)}
+        moved = [name for name in self.moved if name not in self.free]
+        facts |= {"storage": not moved, "moved": ", ".join(moved)}
         for name, arg in reversed(self.args.items()):  # the first one is named
             mine, right = self.after[name], self.right[name]
             if name not in self.free and not equal_values(mine, right, self.exact):
@@ -249,11 +256,11 @@ def same_on_ranks(
 
     `watch` names what is compared besides results and arguments: "bytes" (each rank's,
     counted by the operating system), "sends" (messages are recorded, collectives are
-    refused), "messages" (they must also equal the solution's), "calls", "collectives"
-    or "memory". `free` names arguments that may be changed. `most_calls` collectives
-    are allowed, if that is more than the solution's number. `hint` is appended to
-    hints, also when ranks hang. Returns the facts of each rank of the last world, case
-    by case. Raises Hint at the first difference.
+    refused), "messages" (they must also equal the solution's), "calls", "collectives",
+    "memory" or "storage". `free` names arguments that may be changed. `most_calls`
+    collectives are allowed, if that is more than the solution's number. `hint` is added
+    to hints, also when ranks hang. Returns the facts of each rank of the last world,
+    case by case. Raises Hint at the first difference.
     """
     if "collectives" in watch:
         watch = ["library", "least", "few", *(w for w in watch if w != "collectives")]
@@ -330,18 +337,25 @@ def run_both(
     for called in (solution, function):
         passed = copied(args)
         contents = [_tensors(arg) for arg in passed]
+        memory = _storages(passed) if "storage" in watch else []
         result, seen = _watched_call(called, passed, watch)
         after, changed = {}, set()
         for name, old, now in zip(names, contents, passed, strict=False):
             after[name] = old or now
             if old and [*map(id, old)] != [*map(id, now)]:
                 changed.add(name)
-        outcomes.append((result, after, seen, changed))
-    (wanted, right, theirs, allowed), (got, after, seen, changed) = outcomes
+        moved = {
+            names[k]
+            for k, tensor, storage in memory
+            if tensor.untyped_storage().data_ptr() != storage.data_ptr()
+        }
+        outcomes.append((result, after, seen, changed, moved))
+    (wanted, right, theirs, *allowed), (got, after, seen, changed, moved) = outcomes
     case = Case(dict(zip(names, args, strict=False)), got, wanted, after, right)
     nothing = inspect.signature(solution).return_annotation in (None, "None")
-    lists = sorted(changed - allowed)
-    return replace(case, nothing=nothing, lists=lists), seen, theirs
+    lists, moved = sorted(changed - allowed[0]), sorted(moved - allowed[1])
+    case = replace(case, nothing=nothing, lists=lists, moved=moved)
+    return case, seen, theirs
 
 
 def copied(value: Any) -> Any:
@@ -360,11 +374,21 @@ def _tensors(arg: Any) -> list[Tensor]:
     return list(arg) if is_one else []
 
 
+def _storages(args: tuple) -> list[tuple[int, Tensor, torch.UntypedStorage]]:
+    """Return (number of the argument, tensor, its memory) of all tensors in `args`."""
+    return [
+        (k, tensor, tensor.untyped_storage())
+        for k, arg in enumerate(args)
+        for tensor in _tensors(arg) or [arg]
+        if isinstance(tensor, Tensor)
+    ]
+
+
 def _watched_call(
     function: Callable, args: tuple, watch: Sequence[str]
 ) -> tuple[Any, dict[str, Any]]:
     """Call a function; return its result, and the facts that `watch` names."""
-    if not watch:
+    if not {*watch} - {"storage"}:
         return function(*args), {}
     barrier()
     call = written_by if "bytes" in watch else lambda f, *args: (f(*args), None)

@@ -169,6 +169,7 @@ SURVIVORS = {
     ("my_straggler", "0 -> -1 (line 2)"): "every collective has as many ranks",
     ("my_step_time", "max(bucket, "): COMMUTES,
     ("my_gaps", "max(reached, ends) -> max(ends, reached)"): COMMUTES,
+    ("my_gaps", "min(begins, end) -> min(end, begins)"): COMMUTES,
     **{
         ("my_layout", f"{loop} -> for {each} in list({every}){part}"): (
             "the best is not at an end of it"

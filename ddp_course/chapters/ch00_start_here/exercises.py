@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -110,30 +111,52 @@ def check_my_average(answer: Answer) -> str:
     same_on_ranks(
         *(answer, solutions.my_average, _numbers),
         worlds=(4, 3, 2, 1),
+        cases=10,
+        watch=["storage"],
         hints={"in_place": _wrong_mean},
         hint="Every rank must take part in the same collectives, in the same order.",
     )
-    return "1, 2, 3 and 4 real ranks have the mean of tensors of three types"
+    return (
+        "1, 2, 3 and 4 real ranks have the mean of tensors of three types, also of one "
+        "that is not contiguous, and of inf and nan"
+    )
+
+
+SPECIAL = {6: math.inf, 7: math.nan}  # case -> a number of the last rank
 
 
 def _numbers(d: Draw) -> tuple[Tensor]:
     shapes = [(2, 3), (11, 13)] if d.case < 2 else [(0, 3), (), (5,), (3, 1, 2)]
     dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
-    tensor = d.tensor(d.same.choice(shapes), dtype)
+    shape = (2, 3) if d.case > 5 else d.same.choice(shapes)
+    tensor = d.tensor(shape, dtype, strided=d.case > 7)
     # Sums of few bits are exact: then the order of summing does not matter.
-    return (tensor % 8 if dtype == torch.bfloat16 else tensor,)
+    tensor = tensor % 8 if dtype == torch.bfloat16 else tensor
+    if d.case in SPECIAL and d.rank == d.n - 1:
+        tensor[1, 2] = SPECIAL[d.case]
+    return (tensor,)
 
 
 def _wrong_mean(case: Case) -> str:
-    got, mean = case.after["tensor"], case.right["tensor"]
-    place = difference(got, mean)
-    if equal_values(got, mean * dist.get_world_size()):
+    got, mean, n = case.after["tensor"], case.right["tensor"], dist.get_world_size()
+    found = f"has {shown(got)} afterwards; expected {shown(mean)}"
+    if equal_values(got, mean * n):
         return (
             f"has {shown(got)} afterwards. That is the sum; the mean is {shown(mean)}. "
             "If you divided, do it in place, as `tensor /= ...` does: a new tensor is "
             "lost."
         )
+    if not got.isfinite().eq(mean.isfinite()).all():
+        return f"{found}. A mean with inf or nan on one rank is inf or nan; keep it."
+    if not case.args["tensor"].is_contiguous():
+        return (
+            f"{found}. This tensor is not contiguous, so `flatten`, `contiguous` and "
+            "others return a copy; the tensor itself must have the mean."
+        )
+    for divisor in range(2, n * n + 1):
+        if divisor != n and mean.any() and equal_values(got * divisor, mean * n):
+            return f"{found}. That is the sum, divided by {divisor} on {n} ranks."
     return (
-        f"has {shown(got)} afterwards; expected {shown(mean)}{place}. It must be in "
-        "the tensor that your function was given, on every rank."
+        f"{found}{difference(got, mean)}. It must be in the tensor that your function "
+        "was given, on every rank."
     )

@@ -413,7 +413,20 @@ def _gradient_of_all(parts: Sequence[Sequence[int]]) -> Tensor:
     return model.gradient()
 
 
-def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def _accumulate(
+    accumulate: Callable, parts: Sequence[Sequence[int]]
+) -> Iterator[dict[str, Any]]:
+    """Call the reader's function with `parts`, and once more with other rows."""
+    sizes = parts[dist.get_rank()]
+    facts = _accumulated(accumulate, parts)
+    yield facts | {"case": f"with microbatches of {sizes} rows"}
+    facts = _accumulated(accumulate, [(*one, 2) for one in parts])
+    yield facts | {"case": f"in a second call, with 2 more than {sizes} rows"}
+
+
+def _accumulated(
+    accumulate: Callable, parts: Sequence[Sequence[int]]
+) -> dict[str, Any]:
     """Call the reader's function on this rank, and record what it sends and when."""
     sizes, model = parts[dist.get_rank()], _Regression()
     events: list[str] = []
@@ -435,7 +448,7 @@ def _accumulate(accumulate: Callable, parts: Sequence[Sequence[int]]) -> dict[st
     order = [event for event in events if event != "all_reduce"]
     passes = [part.count("a") for part in "".join(e[0] for e in events).split("f")[1:]]
     got, wanted, buckets = model.gradient(), _gradient_of_all(parts), len(ddp.buckets)
-    facts = {"case": f"with microbatches of {sizes} rows", "micro": len(sizes)}
+    facts: dict[str, Any] = {"micro": len(sizes)}
     facts |= {"order": code(", ".join(order)), "passes": passes, "buckets": buckets}
     facts["in_turns"] = order == ["forward", "backward"] * len(sizes)
     facts["quiet"] = not any(passes[:-1])

@@ -289,6 +289,8 @@ LOSS = {
     "gradient_right": "has a gradient that is not (softmax - 1 at the target) / "
     "{tokens}, for its own words.",
     "untouched": "has other arguments: your function changed what it was given.",
+    "later": "has another gradient than the call before returned: return a tensor of "
+    "its own each time.",
 }
 
 
@@ -308,9 +310,10 @@ def check_vocab_loss(answer: Answer) -> str:
         "all-reduces, also one that has none of the targets."
     )
     judge_ranks(LOSS, _losses, answer, hint=hint)
+    judge_ranks(LOSS, _losses, answer, worlds=[2], nodes=2, hint=hint)
     return (
-        "1, 2 and 3 real ranks: loss and gradient of one process, also for large "
-        "logits, and no more than four numbers per token in the messages"
+        "1, 2 and 3 real ranks, also on two nodes: loss and gradient of one process, "
+        "also for large logits, and no more than four numbers per token in the messages"
     )
 
 
@@ -333,6 +336,7 @@ def _texts(n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
     rank, n, sums = dist.get_rank(), dist.get_world_size(), _AllReduces()
+    returned: list[tuple[Tensor, Tensor]] = []  # gradients, and copies of them
     for case, logits, targets in _texts(n):
         own = logits.chunk(n, 1)[rank]
         args = own.clone(memory_format=torch.preserve_format), targets.clone()
@@ -360,4 +364,6 @@ def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
         alike = same and torch.allclose(gradient.to(wanted.dtype), wanted, *close)
         facts |= {"shape": same, "gradient_right": alike}
         untouched = equal(args[0], own) and equal(args[1], targets)
-        yield facts | {"untouched": untouched}
+        later = all(equal(now, then) for now, then in returned)
+        returned.append((gradient, gradient.clone()))
+        yield facts | {"untouched": untouched, "later": later}

@@ -219,13 +219,26 @@ WEIGHTS = (
     "scale, then take the norm of all ranks' gradients, then clip if it is above "
     "`max_norm`; change the weights in place."
 )
+
+
+def _not_made(case: Case) -> str:
+    """Describe a wrong result; finite gradients may have a sum that is inf."""
+    found = f"returned {shown(case.got)}; expected {shown(case.wanted)}"
+    if case.wanted is True and case.got is False:
+        return (
+            f"{found}: no gradient of any rank is inf or nan. In 32 bits, sums and "
+            "squares of large ones may be."
+        )
+    return f"{found}: whether the step was made, by all ranks or by none."
+
+
 STEP = {
-    "right": "returned {got}; expected {wanted}: whether the step was made, by all "
-    "ranks or by none.",
+    "right": _not_made,
     "in_place": WEIGHTS,
     "kept": WEIGHTS,
 }
 SPECIAL_NUMBERS = (math.inf, -math.inf, math.nan, 1e20)
+EVERYWHERE, LARGE = 4, 7  # cases: inf on all ranks; large numbers, whose sum is inf
 
 
 @exercise("agreed_step", solution=solutions.agreed_step)
@@ -243,15 +256,15 @@ def check_agreed_step(answer: Answer) -> str:
     same_on_ranks(
         *(answer, solutions.agreed_step, _shards),
         worlds=(3, 2, 1),
-        cases=14,
-        watch=["collectives", "bytes"],
+        cases=17,
+        watch=["collectives", "bytes", "storage"],
         free=["gradients"],
         most_calls=2,
         hints=STEP | dict.fromkeys(("few", "least", "library", "bytes"), FEW),
         hint="Every rank calls the same all_reduce, also one without gradients.",
     )
     return (
-        "42 cases on 1, 2 and 3 real ranks: inf or nan on one rank, in any place, "
+        "51 cases on 1, 2 and 3 real ranks: inf or nan on one rank, in any place, "
         "holds all of them back; all clip by the one norm of gradients without scale"
     )
 
@@ -259,17 +272,24 @@ def check_agreed_step(answer: Answer) -> str:
 def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
     """Return shards of weights and gradients; in every third case, one inf or nan.
 
+    In one of these cases it is on all ranks; in another one all numbers of a tensor are
+    finite, and their sum is not.
+
     The largest norm that is allowed lies above or below the norm of all ranks.
     """
     everyones = [_gradients(Draw(d.case, r, d.n)) for r in range(d.n)]
     norm = math.sqrt(sum(g.square().sum() for gs in everyones for g in gs))
-    gradients, scale = everyones[d.rank], d.same.choice([1024.0, 8.0])
+    gradients, scale = everyones[d.rank], d.same.choice([1024.0, 8.0, 0.25])
     max_norm = norm * (0.95, 0.1, 1.5)[d.case % 3] + 0.001
-    owner, special = d.same.randrange(d.n), d.same.choice(SPECIAL_NUMBERS)
+    owner, special = d.same.randrange(d.n), SPECIAL_NUMBERS[(d.case // 3 + d.n) % 4]
+    special = math.inf if d.case == EVERYWHERE else special
+    scale = 1024.0 if d.case == LARGE else scale
     full = [gradient for gradient in gradients if len(gradient)]
-    if d.case % 3 == 1 and d.rank == owner and full:
+    if d.case % 3 == 1 and full and (d.rank == owner or d.case == EVERYWHERE):
         chosen = d.own.choice(full)
         chosen[d.own.randrange(len(chosen))] = special
+        if d.case == LARGE:
+            chosen.fill_(2.0**127 / scale)
     weights = [torch.ones_like(gradient) for gradient in gradients]
     gradients = [gradient * scale for gradient in gradients]
     return weights, gradients, scale, max_norm, d.same.choice([0.5, 0.125])
@@ -280,9 +300,10 @@ def _gradients(d: Draw) -> list[Tensor]:
 
     In one case they are so large that whoever sends them is seen by the bytes.
     """
-    shapes = [(2,), (1,), (3,), (0,)][: 3 if d.case < 2 else 4]
+    shapes = [(2,), (1,), (3,), (0,), (2, 3)][: 3 if d.case < 2 else 5]
     if d.case == 3:
         shapes = [(4500,), (4000,)]
     shapes = d.own.choices(shapes, k=d.own.choice([1, 2, 3]))
     without = d.same.randrange(d.n) == d.rank and d.n > 1 and d.case >= 2
-    return [d.tensor(s, torch.float32) / 500 for s in ([] if without else shapes)]
+    shapes = [] if without else shapes
+    return [d.tensor(s, torch.float32, strided=True) / 500 for s in shapes]

@@ -44,6 +44,24 @@ ANSWERS = answers(
         mean = tensor.bfloat16()
         solutions.my_average(mean)
         tensor.copy_(mean)
+    of_a_contiguous_copy: is not contiguous
+        dist.all_reduce(tensor) => dist.all_reduce(tensor.contiguous())
+    of_a_flat_copy: is not contiguous
+        flat = tensor.flatten()
+        solutions.my_average(flat)
+    without_nan: keep it
+        solutions.my_average(tensor)
+        tensor.nan_to_num_()
+    of_the_ranks_with_numbers: keep it
+        everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyones, tensor)
+        tensor.copy_(torch.stack(everyones).nanmean(dim=0))
+    in_other_memory: views of it keep the old numbers
+        mean = tensor.clone()
+        solutions.my_average(mean)
+        tensor.data = mean
+    one_rank_less: divided by 3 on 4 ranks
+        dist.get_world_size() => max(1, dist.get_world_size() - 1)
     silent_without_a_number: still wanted to communicate
         if tensor.any():
             solutions.my_average(tensor)

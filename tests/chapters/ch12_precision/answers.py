@@ -209,16 +209,34 @@ ANSWERS = answers(
             w.sub_(lr * shrink * g / scale)
         return True
     one_row:
-        row = torch.cat([torch.zeros(0), *gradients]) / scale
+        row = torch.cat([torch.zeros(0), *(g.flatten() for g in gradients)]) / scale
         square = row.double().dot(row.double())
         dist.all_reduce(square)
         if not square.isfinite():
             return False
         norm = square.sqrt().item()
         row *= max_norm / norm if norm > max_norm else 1.0
-        for w, step in zip(weights, row.split([len(w) for w in weights]), strict=True):
-            w -= lr * step
+        steps = row.split([w.numel() for w in weights])
+        for w, step in zip(weights, steps, strict=True):
+            w -= lr * step.view(w.shape)
         return True
+    flags_that_add_up_to_1: by all ranks or by none
+        flag = torch.tensor(float(any(not g.isfinite().all() for g in gradients)))
+        dist.all_reduce(flag)
+        if flag == 1:
+            return False
+        clean = [g.nan_to_num(0, 0, 0) for g in gradients]
+        return solutions.agreed_step(weights, clean, scale, max_norm, lr)
+    an_infinite_sum: no gradient of any rank is inf or nan
+        bad = any(not g.sum().isfinite() for g in gradients)
+        gradients = [g * math.nan for g in gradients] if bad else gradients
+        return solutions.agreed_step(weights, gradients, scale, max_norm, lr)
+    scales_above_1: First divide by the scale
+        squares = torch.zeros => scale = max(scale, 1.0); squares = torch.zeros
+    of_contiguous_ones: view size is not compatible
+        gradient / scale => gradient.view(-1).view(gradient.shape) / scale
+    weights_in_other_memory: views of it keep the old numbers
+        weight -= => weight.data = weight -
     known_to_one: by all ranks or by none
         dist. => mine = squares.isfinite(); squares.nan_to_num_(0, 0); dist.
         float(squares.sqrt()) => float(squares.sqrt()) if mine else math.inf
@@ -267,7 +285,7 @@ ANSWERS = answers(
     minus_inf_is_missed: by all ranks or by none
         clean = [g.nan_to_num(torch.nan, torch.inf, 0.0) for g in gradients]
         return solutions.agreed_step(weights, clean, scale, max_norm, lr)
-    squares_in_32_bits: by all ranks or by none
+    squares_in_32_bits: no gradient of any rank is inf or nan
         gradient.double().square() => gradient.square()
     one_scale: First divide by the scale
         gradient / scale => gradient / 1024
