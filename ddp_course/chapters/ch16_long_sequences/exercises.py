@@ -203,8 +203,8 @@ def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
     q, k, v = _whole(ranks, ranks)
     parts = list(zip(k.chunk(ranks, 2), v.chunk(ranks, 2), strict=True))
     mine, seen = q.chunk(ranks, 2)[rank], _Neighbours(parts, rank)
-    mine_k, mine_v = (x.clone() for x in parts[rank])
-    out = answer(mine.clone(), mine_k, mine_v, ranks, seen.attend, seen.pass_on)
+    own = [x.clone() for x in (mine, *parts[rank])]
+    out = answer(*own, ranks, seen.attend, seen.pass_on)
     where = f"With {ranks} ranks, rank {rank}"
     called = f"{where} called {', '.join(seen.log) or 'nothing'}"
     expect(
@@ -237,8 +237,8 @@ def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
         f"{where} returned other outputs than attention over the whole sequence has.",
     )
     expect(
-        equal_values((mine_k, mine_v), parts[rank]),
-        f"{where} changed its keys or values; work on tensors of your own.",
+        equal_values(own, (mine, *parts[rank])),
+        f"{where} changed its queries, keys or values; work on tensors of your own.",
     )
 
 
@@ -268,7 +268,7 @@ def _on_real_ranks(my_ring: Callable) -> dict[str, Any]:
 # ---- my_gradient_check ---------------------------------------------------------------
 
 
-Change = Callable[[Tensor, Tensor], Tensor]  # (gradient, its tensor)
+Change = Callable[[Tensor, Tensor], Tensor | None]  # (gradient, its tensor)
 
 
 class _Tampered(Function):
@@ -281,7 +281,7 @@ class _Tampered(Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         return ctx.change(gradient, *ctx.saved_tensors), None
 
 
@@ -313,6 +313,7 @@ CHANGES: dict[str, Change] = {  # each changes backward's result
     "the gradient with the other sign": lambda g, x: -g,
     "the gradient of other rows": lambda g, x: g.roll(1, 0) + 0.1,
     "zeros": lambda g, x: torch.zeros_like(g),
+    "no gradient at all": lambda g, x: None,
     "the gradient, wrong in its first element": partial(_but_one, place=0),
     "the gradient, wrong in its last element": partial(_but_one, place=-1),
     "a gradient with the same sum": _with_same_sum,
@@ -367,7 +368,7 @@ def check_my_gradient_check(answer: Answer) -> str:
         hints={"fits": _about_check, "right": _about_check},
     )
     _expect_no_traces(answer)
-    return "60 functions of three tensors, with nine kinds of wrong gradients"
+    return "60 functions of three tensors, with ten kinds of wrong gradients"
 
 
 def _expect_no_traces(answer: Answer) -> None:

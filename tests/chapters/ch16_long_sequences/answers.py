@@ -136,6 +136,8 @@ ANSWERS = answers(
         => out = out + attend(q, k, v)[0] / ranks
     the_last_block: other outputs than attention over the whole
         merge(out, lse, *attend(q, k, v)) => attend(q, k, v)
+    over_its_queries: changed its queries
+        return out => return q.copy_(out)
     output_and_lse: returned
         return out => return out, lse
     """,
@@ -172,6 +174,9 @@ ANSWERS = answers(
         return [True] * len(tensors)
     the_sum_of_all: returned
         torch.randn_like(x) => torch.ones_like(x)
+    right_without_a_gradient: returned
+        expected = 0.0 if x.grad is None
+        => expected = slope if x.grad is None
     of_either_sign: returned
         abs(slope - expected) => abs(abs(slope) - abs(expected))
     moves_the_last_row: returned
