@@ -29,7 +29,9 @@ TIMEOUT = 20.0  # seconds for a call or a launch; `patient` adds more under load
 COURSE_FILES = ("ddp_course/lab/", "ddp_course/chapters/")  # not the reader's code
 CRASH = re.compile("killed by SIG(ABRT|SEGV)")
 # PyTorch says all that is needed about these; an exercise's hint would only distract.
-EXPLAINED = re.compile("view size is not compatible|must be a matrix|grad_dtype")
+EXPLAINED = re.compile(
+    "view size is not compatible|must be a matrix|number of subscripts|grad_dtype"
+)
 MIXED_UP = (
     "A process crashes in this way if ranks call one collective with tensors of "
     "different types or sizes: print `dtype` and `shape` on every rank."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddp_course.chapters.ch07_zero import solutions
 from ddp_course.lab.answers import Answer, code
-from ddp_course.lab.exercises import exercise
+from ddp_course.lab.exercises import exercise, shown
 from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_ranks
 
 # ---- my_pieces ---------------------------------------------------------------------
@@ -155,14 +155,27 @@ ONE = (
     "called {called}, with {sent_bytes} bytes; one `all_reduce` of a single number, by "
     "`dist`, is enough."
 )
-SCALED = (
-    "left the shards as {got_in_place}; expected {wanted_in_place}, in the same "
-    "tensors. All are scaled by the same factor, and none if the norm is small enough."
-)
+
+
+def _scaled(case: Case) -> str:
+    """Say how the shards differ from the right ones: by rounding, or by more."""
+    got, wanted = case.after["shards"], case.right["shards"]
+    if equal_values([s.bfloat16() for s in got], [s.bfloat16() for s in wanted]):
+        return (
+            f"left the shards nearly as {shown(wanted)}: was the factor rounded to a "
+            "narrower type?"
+        )
+    return (
+        f"left the shards as {shown(got)}; expected {shown(wanted)}, in the same "
+        "tensors. All are scaled by the same factor, and none if the norm is small "
+        "enough."
+    )
+
+
 CLIP = {
     "right": "returned {got}; the norm of all gradients before clipping is {wanted}: "
     "the root of the sum of all squares.",
-    **dict.fromkeys(("in_place", "kept"), SCALED),
+    **dict.fromkeys(("in_place", "kept"), _scaled),
     **dict.fromkeys(("library", "few", "least"), ONE),
 }
 

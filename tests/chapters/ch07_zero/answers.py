@@ -193,7 +193,7 @@ ANSWERS = answers(
         dist.all_reduce(squares) => squares = squares.float(); dist.all_reduce(squares)
     a_millionth_more: by the same factor
         max_norm / norm => max_norm / (norm + 1e-6)
-    factor_of_the_own_type: by the same factor
+    factor_of_the_own_type: was the factor rounded to a narrower type
         max_norm / norm => torch.tensor(max_norm / norm).to(shard.dtype)
     a_rounded_norm: the root of the sum of all squares
         squares.sqrt().item() => round(squares.sqrt().item(), 6)

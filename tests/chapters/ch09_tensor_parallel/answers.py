@@ -90,6 +90,8 @@ ANSWERS = answers(
     row_as_an_einsum:
         y = reduce_sum(torch.einsum("...i,oi->...o", x, weight))
         return torch.add(y, bias)
+    of_two_dimensions_or_more: (1) for operand 0`, in slip
+        (F.linear(x, weight)) => (torch.einsum("...ti,oi->...to", x, weight))
     of_two_dimensions: self must be a matrix
         reduce_sum(F.linear(x, weight)) + bias => reduce_sum(x.mm(weight.T)) + bias
     views_the_input: view size is not compatible
