@@ -188,6 +188,6 @@ def read_notes(notes: Sequence[str], ranks: Sequence[int]) -> list[Any]:
         raise CollectiveError(f"{by_text(problems, ranks)}. Nothing was sent.")
     words, shown = zip(*(n.partition(SHOWN)[::2] for n in notes), strict=True)
     if len(set(words)) > 1:
-        difference = f"the ranks do not call the same. {by_text(words, ranks)}"
+        difference = f"the ranks make different calls. {by_text(words, ranks)}"
         raise CollectiveError(f"{difference}. Nothing was sent.")
     return [ast.literal_eval(value) if value else None for value in shown]

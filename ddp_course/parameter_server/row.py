@@ -22,11 +22,17 @@ class ParameterRow:
     Each parameter, and its gradient, becomes a view of its part of the row. Frozen
     parameters stay outside, and a tied one has one place. `multiple_of` pads the row
     with zeros. Raises ValueError for parameters of several types, not on the CPU, or
-    none at all.
+    none at all, and for anything else, such as a module.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], multiple_of: int = 1) -> None:
-        params = dict.fromkeys(p for p in params if p.requires_grad)
+        everything = list(params) if isinstance(params, Iterable) else [params]
+        if wrong := [p for p in everything if not isinstance(p, Tensor)]:
+            raise ValueError(
+                f"params has an object of type {type(wrong[0]).__name__}; it must have "
+                "parameters only: pass model.parameters()"
+            )
+        params = dict.fromkeys(p for p in everything if p.requires_grad)
         if len(kinds := {(p.dtype, p.device.type) for p in params}) != 1:
             raise ValueError(
                 f"params are of {len(kinds)} kinds: {kinds or 'none'}; they must have "

@@ -25,7 +25,7 @@ from ddp_course.measure import ByteMeter
 
 FOUR, SQUARE, INTEGERS = torch.zeros(4), torch.zeros(2, 2), torch.zeros(12).long()
 LIST = [torch.zeros(4) for _ in range(3)]
-DIFFER = "the ranks do not call the same"
+DIFFER = "the ranks make different calls"
 SHAPES = {  # what rank 1 gives in place of four zeros; what is told of it
     "other shape": (torch.zeros(5), "rank 1: * float32 [5]"),
     "other type": (FOUR.int(), "int32"),
@@ -213,7 +213,7 @@ def test_reading_notes():
     shown = [make_note("a", None, [1, "b"]), make_note("a", None, None)]
     assert read_notes(shown, [0, 1]) == [[1, "b"], None]
     for notes, result in (
-        (("a", "b", "a"), "the ranks do not call the same. ranks 4, 6: a; rank 5: b"),
+        (("a", "b", "a"), "the ranks make different calls. ranks 4, 6: a; rank 5: b"),
         (("a", "!no", "b"), "rank 5: no"),
         (("!no", "!no", "b"), "ranks 4, 5: no"),
         (("a", make_note("b", None, 3), "a"), "ranks 4, 6: a; rank 5: b."),

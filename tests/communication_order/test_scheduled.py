@@ -430,7 +430,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
             "lbfgs": "LBFGS cannot step parameters one by one",
             "differ": "the ranks differ. argument policy",
             "went on": "forwards and backwards that ended in an error: 0 on rank 0",
-            "disagree": "the ranks do not call the same",
+            "disagree": "the ranks make different calls",
         }.items():
             assert re.search(part, words[name]), (name, words[name])
 

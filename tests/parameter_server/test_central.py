@@ -215,6 +215,8 @@ def test_who_waits_for_the_server_is_not_silent():
 
 test_parameters_that_make_no_row_are_refused = refused(
     (lambda: ParameterRow([]), "0 kinds"),
+    (lambda: ParameterRow(nn.Linear(1, 1)), "type Linear; .* pass model.parameters"),
+    (lambda: ParameterRow([torch.zeros(1), 3]), "of type int"),
     (
         lambda: ParameterRow([nn.Parameter(torch.zeros(2, dtype=t)) for t in TYPES]),
         "2 kinds",

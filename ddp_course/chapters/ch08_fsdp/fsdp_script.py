@@ -63,7 +63,7 @@ def train(device: torch.device, epochs: int, batch_size: int, folder: Path) -> N
             loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # DTensors: over all
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm over all ranks
             optimizer.step()
             total += torch.stack([loss.detach() * len(x), total.new_tensor(len(x))])
         dist.all_reduce(total)
