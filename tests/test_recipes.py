@@ -117,38 +117,39 @@ ANSWERS |= answers(
 SCHEDULE = {
     "ddp_course/pipeline/schedules.py": append('''
 
-def looped_bfs(
-    num_ranks: int, num_microbatches: int, stages_per_rank: int = 2
-) -> Schedule:
-    """Return GPipe with v smaller stages on each rank instead of a large one.
+def v_shaped(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return GPipe with two stages on each rank: r, and 2 * num_ranks - 1 - r.
 
-    All microbatches pass a rank's first stage before any passes its next one.
+    So rank 0 has the first stage and the last one.
     """
-    p, m, v = num_ranks, num_microbatches, stages_per_rank
-    check_counts(stages_per_rank=v, num_ranks=p, num_microbatches=m)
+    p, m = num_ranks, num_microbatches
+    check_counts(num_ranks=p, num_microbatches=m)
     rows = []
     for rank in range(p):
-        own = range(rank, p * v, p)
+        own = rank, 2 * p - 1 - rank
         rows.append(_in_groups("F", own, [m]) + _in_groups("B", own[::-1], [m]))
-    return Schedule("looped_bfs", p * v, m, rows)
+    return Schedule("v_shaped", 2 * p, m, rows)
 
 
-SCHEDULES.update(looped_bfs=looped_bfs)
+SCHEDULES.update(v_shaped=v_shaped)
 '''),
     "ddp_course/spec.py": insert(
-        "\nSCHEDULES = {\n", '    "looped_bfs": ScheduleName("Looped BFS", 2, True),\n'
+        "\nSCHEDULES = {\n", '    "v_shaped": ScheduleName("V-shaped", 2),\n'
     ),
     "tests/pipeline/test_schedules.py": insert(
         "\nORDERS = {\n",
         """\
-    "looped_bfs": [
-        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
-        "1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2",
+    "v_shaped": [
+        "0F0 0F1 0F2 3F0 3F1 3F2 3B0 3B1 3B2 0B0 0B1 0B2",
+        "1F0 1F1 1F2 2F0 2F1 2F2 2B0 2B1 2B2 1B0 1B1 1B2",
     ],
 """,
     ),
     "notebooks/11_pipeline_schedules.ipynb": add_cells(
-        new_code_cell("print(SCHEDULES['looped_bfs'](4, 8))"),
+        new_code_cell(
+            "from ddp_course.pipeline import SCHEDULES\n\n"
+            "print(SCHEDULES['v_shaped'](4, 8))"
+        ),
     ),
 }
 AXIS = {
@@ -256,7 +257,9 @@ class Ternary(Gathered):
     ),
     "notebooks/14_fewer_bytes.ipynb": add_cells(
         new_markdown_cell("Ternary numbers: one of -1, 0 and 1 for each."),
-        new_code_cell('compressor("ternary")'),
+        new_code_cell(
+            'from ddp_course.compression import compressor\n\ncompressor("ternary")'
+        ),
     ),
 }
 
@@ -411,6 +414,16 @@ def run(folder: Path, *command: str, **variables: str) -> str:
     return done.stdout
 
 
+def added_code(copy: Path, file: str) -> str:
+    """Return the code of the cells that a recipe has added to a notebook."""
+    before, after = (
+        nbformat.read(folder / file, as_version=4).cells for folder in (ROOT, copy)
+    )
+    added = [c.source for c in after[len(before) :] if c.cell_type == "code"]
+    assert added, file
+    return "\n".join(added)
+
+
 @pytest.mark.kernel
 def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
     no_ranks = {IN_SERVER: "1"}
@@ -419,9 +432,12 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
     save = "-m", "ddp_course.cli", "notebooks", "--save", "99"
     assert "99_toy: stored" in run(copy, *save, **no_ranks)
     assert "✓ **twice: passed.**" in (copy / "notebooks/99_toy.ipynb").read_text()
+    for file in {file for files in RECIPES.values() for file in files}:
+        if file.endswith(".ipynb"):
+            run(copy, "-c", added_code(copy, file), **no_ranks)
     chosen = (
-        "[twice or 99 or up_to_date or node_of or looped_bfs or pods or "
-        "keep_no_more or fits_the_small or come_first or "
+        "[twice or 99 or up_to_date or node_of or v_shaped or pods or "
+        "keep_no_more or fits_the_small or come_first or is_sent_once or "
         "bytes_are_the_formula or "
         "test_architecture or readme or test_plain_words or pytorch_and_yet or "
         "house_rules or test_rooms"
@@ -431,6 +447,7 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
         *(f"chapters/test_{name}.py" for name in (*rooms, "rooms")),
         *("test_repository.py", "test_architecture.py"),
         *("test_plain_words.py", "test_cli.py", "pipeline/test_schedules.py"),
+        "pipeline/test_schedules_checker.py",
         *("pipeline/test_pipeline_systems.py", "test_parallelize.py"),
         *("pods/test_pods.py", "compression/test_compressors.py"),
     ]
@@ -455,8 +472,9 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
         "99_toy::ipynb::Cell 1",
         "test_the_solution_passes[node_of]",
         "test_a_judge_rejects_mutants_of_its_solution[node_of]",
-        "test_two_ranks_and_three_microbatches[looped_bfs]",
-        "test_legal_for_every_number_of_ranks_and_microbatches[looped_bfs]",
+        "test_two_ranks_and_three_microbatches[v_shaped]",
+        "test_legal_for_every_number_of_ranks_and_microbatches[v_shaped]",
+        "test_every_message_is_sent_once_and_received_once[v_shaped-True]",
         "test_ranks_do_what_the_schedule_says_and_keep_no_more[3-5]",
         "test_what_runs_on_any_backend_fits_the_small_model",
         "test_axes_with_other_rows_come_first_and_are_averaged",

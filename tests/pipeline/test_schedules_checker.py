@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -221,8 +222,11 @@ def test_every_message_is_sent_once_and_received_once(make, fused):
                 else:
                     assert step.peer is None
         assert sent == received
-        volume = theory.pipeline_volume(schedule.num_stages, m, m, 1, 1)
-        assert len(sent) == (volume.messages if p > 1 else 0)
+        crossed = sum(a != b for a, b in pairwise(schedule.ranks_of_stages))
+        assert len(sent) == 2 * m * crossed
+        if p > 1 and schedule.name in theory.PIPELINES:
+            volume = theory.pipeline_volume(schedule.num_stages, m, m, 1, 1)
+            assert len(sent) == volume.messages
         for src in range(p):
             for dst in range(p):
                 order = schedule.messages(src, dst)
@@ -234,7 +238,7 @@ def test_every_message_is_sent_once_and_received_once(make, fused):
 ALONE = {"naive": True, "gpipe": True}  # the others need messages posted together
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", theory.PIPELINES)
 def test_one_message_at_a_time_is_not_enough_for_1f1b(name):
     """With blocking sends; naive and GPipe have never two messages that cross."""
     for p, m in [(2, 2), (2, 5), (3, 4), (4, 8)]:
