@@ -158,7 +158,7 @@ ONE = (
 
 
 def _scaled(case: Case) -> str:
-    """Say how the shards differ from the right ones: by rounding, or by more."""
+    """Return the hint: the shards are wrong by rounding, or by more."""
     got, wanted = case.after["shards"], case.right["shards"]
     if equal_values([s.bfloat16() for s in got], [s.bfloat16() for s in wanted]):
         return (
