@@ -5,8 +5,9 @@ import json
 import pytest
 from refusals import answered, complaint, nothing_starts  # noqa: F401
 
-from ddp_course.cli import main
+from ddp_course.cli import main, parser
 from ddp_course.commands.train import Progress
+from ddp_course.commands.train_options import ranks_of
 from ddp_course.train import train
 
 
@@ -54,6 +55,21 @@ def test_sizes_make_a_mesh_and_say_how_many_ranks(tmp_path, capfd):
         record = json.loads(file.read_text())
         assert (record["zero"], record["schedule"]) == names
         assert record["losses"] == pytest.approx(one.losses, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ("", 1),
+        ("--cp 2 --tp 2", 4),
+        ("--dp 3 --pp 2", 6),
+        ("--ep 4", 4),  # ranks along ep are ranks of dp
+        ("--ep 2 --dp 4 --tp 2", 8),
+        ("--ranks 6 --tp 2", 6),
+    ],
+)
+def test_sizes_say_how_many_ranks_start(words, ranks):
+    assert ranks_of(parser().parse_args(["train", *words.split()])) == ranks
 
 
 def test_it_goes_on_from_where_it_was(tmp_path, capfd):

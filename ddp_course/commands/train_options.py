@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from dataclasses import fields
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,8 @@ def ranks_of(args: Namespace) -> int:
     """Return how many ranks to start: as typed, or as many as the axes need."""
     if args.ranks:
         return args.ranks
-    sizes = {axis: getattr(args, axis) or 1 for axis in AXES}
-    sizes["dp"] = args.dp or sizes["ep"]
-    return prod(sizes.values()) // sizes["ep"]
+    typed = {axis: size for axis in AXES if (size := getattr(args, axis))}
+    return Layout(**{"dp": args.ep or 1} | typed).ranks
 
 
 def check_typed(args: Namespace) -> None:
