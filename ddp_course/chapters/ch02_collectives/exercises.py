@@ -76,7 +76,7 @@ def check_my_broadcast(answer: Answer) -> str:
             *(answer, solutions.my_broadcast, lambda d: (d.tensor(),)),
             worlds=[n],
             cases=6,
-            watch=["sends"],
+            watch=["sends", "storage"],
             hints=SPREAD,
             hint=hint,
         )

@@ -203,7 +203,7 @@ def check_my_two_averages(answer: Answer) -> str:
         partial(_in_group, solutions.my_two_averages),
         _gradients,
         worlds=(4, 3, 2),
-        watch=["collectives"],
+        watch=["collectives", "storage"],
         hints={"in_place": _about_average},
         hint="Ranks of one group call the same collectives in the same order.",
     )

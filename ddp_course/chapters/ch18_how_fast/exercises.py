@@ -225,8 +225,9 @@ def check_my_gaps(answer: Answer) -> str:
     )
 
 
-STEPS = (  # a step in which nothing runs, and two with events of other steps
+STEPS = (  # nothing runs; events in another order; two with events of other steps
     ([], 0.5, 2.0),
+    ([(3.0, 4.0, "compute"), (0.0, 1.0, "compute")], 0.0, 4.0),
     ([(1.0, 2.0, "compute"), (6.0, 7.0, "compute")], 0.0, 4.0),
     (
         [
@@ -412,7 +413,8 @@ def _judge_run(
     """Run the answer's layout and the best found; judge the answer by both."""
     layout, memory, sent, seconds = _choice(answer, cluster)
     best = capstone.best_found(cluster)
-    where = f"{cluster.gpus} ranks, {layout}, {layout.microbatch} rows a microbatch"
+    rows = f"{layout.microbatch} row{'s' * (layout.microbatch > 1)}"
+    where = f"{cluster.gpus} ranks, {layout}, {rows} a microbatch"
     both = [layout] if layout == best.candidate else [layout, best.candidate]
     try:
         measured = capstone.run(both, cluster.gpus, folder)

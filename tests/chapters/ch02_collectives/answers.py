@@ -204,6 +204,10 @@ ANSWERS = answers(
     twice_to_be_sure: 2 messages went to rank 1; expected 1
         from_rank_0_to_all(tensor)
         from_rank_0_to_all(tensor)
+    in_other_memory: views of it keep the old numbers
+        new = tensor.clone()
+        solutions.my_broadcast(new)
+        tensor.data = new
     """,
     my_transpose="""
     transpose_in_one_tensor:

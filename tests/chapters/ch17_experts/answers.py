@@ -221,5 +221,8 @@ ANSWERS = answers(
     rounded: in their own dtype
         gradient /= dist.get_world_size()
         => gradient.copy_((gradient / dist.get_world_size()).float())
+    in_other_memory: views of it keep the old numbers
+        gradient /= dist.get_world_size()
+        => gradient.data = gradient / dist.get_world_size()
     """,
 )
