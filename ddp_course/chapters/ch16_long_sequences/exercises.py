@@ -331,6 +331,17 @@ def _averaged(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return _Tampered.apply(_weighted(x, y, z), lambda g, _: g.mean().expand_as(g))
 
 
+def _without(place: int, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """Run backward without one element of the output."""
+
+    def change(gradient: Tensor, _: Tensor) -> Tensor:
+        changed = gradient.clone()
+        changed.view(-1)[place] = 0
+        return changed
+
+    return _Tampered.apply(_weighted(x, y, z), change)
+
+
 def _unused(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return x.sin() * y.sum() + 3 * x**3
 
@@ -344,6 +355,8 @@ FUNCTIONS = {
     "a function of two of its tensors": _unused,
     "a number": _number,
     "an attention whose backward takes all outputs alike": _averaged,
+    "an attention whose backward forgets its first element": partial(_without, 0),
+    "an attention whose backward forgets its last element": partial(_without, -1),
 }
 
 
@@ -384,7 +397,7 @@ def _expect_no_traces(answer: Answer) -> None:
 
 def _function(d: Draw) -> tuple[Callable[..., Tensor], list[Tensor]]:
     kinds = list(CHANGES)
-    name = list(FUNCTIONS)[d.case % 3 if d.case < 50 else 3]
+    name = list(FUNCTIONS)[d.case % 3 + 3 * (d.case >= 50)]
     wrong = d.same.randrange(2 if FUNCTIONS[name] is _unused else 3)
     kind = kinds[d.case % len(kinds)]
     # small gradients: a check with an absolute tolerance takes half of one for right

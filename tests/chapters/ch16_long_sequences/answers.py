@@ -179,6 +179,14 @@ ANSWERS = answers(
         => expected = slope if x.grad is None
     of_either_sign: returned
         abs(slope - expected) => abs(abs(slope) - abs(expected))
+    the_first_output: returned
+        weights = torch.rand_like(function(*inputs)) + 0.5
+        => weights = torch.zeros_like(function(*inputs))
+        => weights.view(-1)[0] = 1
+    the_last_output: returned
+        weights = torch.rand_like(function(*inputs)) + 0.5
+        => weights = torch.zeros_like(function(*inputs))
+        => weights.view(-1)[-1] = 1
     moves_the_last_row: returned
         direction = torch.randn_like(x)
         => direction = torch.randn_like(x)
