@@ -235,6 +235,10 @@ ANSWERS = answers(
         => for squares in each:
         =>     dist.all_reduce(squares)
         => squares = sum(each)
+    two_numbers: one `all_reduce` of a single number
+        dist.all_reduce(squares) => both = squares.repeat(2)
+        => dist.all_reduce(both)
+        => squares = both[:1]
     everything_sent: one `all_reduce` of a single number
         dist.all_reduce(squares) => everybodys = [None] * dist.get_world_size()
         => dist.all_gather_object(everybodys, shards)
