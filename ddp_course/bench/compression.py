@@ -42,6 +42,7 @@ from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import Link, Links
 from ddp_course.local_sgd import DiLoCo, LocalSGD
+from ddp_course.spec import COMPRESSORS
 
 ABOUT = "A training step with compressed gradients, over links of 100 MB/s and without."
 ONE_BUCKET = {"bucket_cap_mb": 100, "first_bucket_mb": 100}
@@ -85,8 +86,12 @@ LOCAL = {
     "local": partial(meet_rarely, LocalSGD),
     "diloco": partial(meet_rarely, DiLoCo),
 }
-METHODS = ("fp16", "int8", "powersgd:4", "sign", "topk:0.01", "randomk:0.01")
-METHODS += ("powersgd:1",)
+METHODS = [
+    name if amount is None else f"{name}:{amount.example}"
+    for name, amount in COMPRESSORS.items()
+    if name != "bf16"  # as many bytes as fp16
+]
+METHODS += ["powersgd:1"]
 SLOW: dict[str, steps.Variant] = {"ddp": our_ddp, "again": our_ddp}
 SLOW |= {"alone": steps.with_adamw, **LOCAL}
 SLOW |= {words: our_variant(words, ring_all_reduce) for words in METHODS}
