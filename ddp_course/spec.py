@@ -111,12 +111,14 @@ class ScheduleName(NamedTuple):
         stages_per_rank: the default number.
         any_stages: whether a rank may have another number of stages.
         closed_form: whether `theory.pipeline` has formulas for it.
+        halves: whether its backward runs in two halves, I and W.
     """
 
     title: str
     stages_per_rank: int = 1
     any_stages: bool = False
     closed_form: bool = False
+    halves: bool = False
 
 
 SCHEDULES = {
@@ -124,7 +126,7 @@ SCHEDULES = {
     "gpipe": ScheduleName("GPipe", closed_form=True),
     "1f1b": ScheduleName("1F1B", closed_form=True),
     "interleaved": ScheduleName("Interleaved 1F1B", 2, True, closed_form=True),
-    "zero_bubble": ScheduleName("Zero bubble (ZB-H1)", 1, True, closed_form=True),
+    "zero_bubble": ScheduleName("Zero bubble (ZB-H1)", 1, True, True, halves=True),
 }
 
 
@@ -639,10 +641,10 @@ def _beside_data_parallel(a: Layout) -> str | None:
 
 def _bubble(a: Layout) -> str | None:
     autocast = PRECISIONS[a.precision].products is not None
-    if autocast and a.schedule == "zero_bubble" and a.pp > 1:
+    if autocast and SCHEDULES[a.schedule].halves and a.pp > 1:
         return (
             f"precision {a.precision!r} cannot be combined with schedule "
-            "'zero_bubble': the two halves of its backward do not autocast the "
+            f"{a.schedule!r}: the two halves of its backward do not autocast the "
             "weights; take bf16-pure, or 1f1b"
         )
     return None

@@ -25,6 +25,7 @@ from ddp_course.measure import EventLog, Ledger, MemoryLog, resident
 from ddp_course.mechanisms.host_memory import HostMemory
 from ddp_course.model import build_gpt
 from ddp_course.precision import Autocast
+from ddp_course.spec import SCHEDULES
 from ddp_course.zero import (
     FullyShardedDataParallel,
     OffloadedOptimizer,
@@ -234,7 +235,8 @@ Rounded = dict[str, dict[str, tuple[list[float], set[torch.dtype]]]]
 
 def in_precisions(n: int) -> Rounded:
     """Train in every layout, by precision; return losses, and the parameters' types."""
-    some = [way for way in all_layouts(n) if way.get("schedule") != "zero_bubble"]
+    whole = {name for name, about in SCHEDULES.items() if not about.halves}
+    some = [way for way in all_layouts(n) if way.get("schedule", "1f1b") in whole]
     found = {}
     with as_on_gpus():
         for name in ("fp32", *FAR):

@@ -81,6 +81,8 @@ def test_legal_for_every_number_of_ranks_and_microbatches(name):
         for v in stages_per_rank(name):
             schedule = named(name, p, m, v)
             proof = check(schedule)
+            ops = {action.op for row in schedule.ranks for action in row}
+            assert spec.SCHEDULES[name].halves == ("I" in ops)
             assert schedule.num_stages == p * (v or default(name))
             placed = [schedule.stages_of(rank) for rank in range(p)]
             assert {len(stages) for stages in placed} == {v or default(name)}
