@@ -100,8 +100,8 @@ def compress(
 class Gathered(Compressor):
     """A compressor to bytes that no all-reduce can add: ranks gather and average them.
 
-    A subclass defines `encode` and `decode`. A rank sends its bytes N - 1 times (around
-    a ring), so this saves bytes only if they are fewer than 2 / N of the gradient's.
+    A subclass defines `encode` and `decode`. A rank sends its bytes to N - 1 others, so
+    this saves bytes only if they are fewer than 2 / N of the gradient's.
     """
 
     def encode(self, v: Tensor, index: int) -> Tensor:

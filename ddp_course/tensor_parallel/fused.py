@@ -29,6 +29,7 @@ from ddp_course.tensor_parallel.layers import (
     ParallelLayer,
     RowParallelLinear,
 )
+from ddp_course.tensor_parallel.ops import OwnTokensLayer
 
 
 class FusedLinear(ParallelLayer):
@@ -47,26 +48,27 @@ class FusedLinear(ParallelLayer):
         self.sequence_parallel = sequence_parallel
         self.weight_grads: Any = None  # a WeightGradStore, if a pipeline sets one
 
-    def product(self, function: type[Function], x: Tensor) -> Tensor:
+    def product(
+        self, function: type[Function], x: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """Compute; cast before it as autocast would, if it is on."""
-        tensors, none = (x, self.weight, self.bias), self.weight[:0]
+        tensors, none = (x, self.weight, bias), self.weight[:0]
         dtype = (none @ none.t()).dtype  # a product's type, which autocast may change
         tensors = (t if t is None else t.to(dtype) for t in tensors)
         return function.apply(*tensors, self)
 
     def own_gradients(
-        self, ctx: Any, rows: Tensor, x: Tensor, of_bias: Tensor | None = None
+        self, ctx: Any, rows: Tensor, x: Tensor
     ) -> Sequence[Tensor | None]:
         """Return the gradients of weight and bias, now, or none if that is for later.
 
-        `rows` is the gradient of the product; `of_bias` is given if it is not that of
-        the rows.
+        `rows` is the gradient of the product.
         """
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
 
         def gradients() -> Sequence[Tensor | None]:
-            bias = rows.sum(0) if of_bias is None and needs_bias else of_bias
-            return [rows.t() @ _rows(x) if needs_weight else None, bias]
+            weight = rows.t() @ _rows(x) if needs_weight else None
+            return [weight, rows.sum(0) if needs_bias else None]
 
         store = self.weight_grads
         return store.compute(ctx.own, gradients) if store else gradients()
@@ -77,15 +79,23 @@ class FusedColumnParallelLinear(FusedLinear, ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's columns from the whole input."""
-        return self.product(ColumnProduct, x)
+        return self.product(ColumnProduct, x, self.bias)
 
 
-class FusedRowParallelLinear(FusedLinear, RowParallelLinear):
+class FusedRowParallelLinear(FusedLinear, OwnTokensLayer, RowParallelLinear):
     """The sum of all ranks' products: (..., I/tp) -> (..., O), or to (B, T/tp, O)."""
+
+    def whole_parameters(self) -> list[Tensor]:
+        """Return the bias, if there is one and each rank adds it to its own tokens."""
+        return [self.bias] if self.sequence_parallel and self.bias is not None else []
 
     def forward(self, x: Tensor) -> Tensor:
         """Sum the products over the ranks, then add the bias once."""
-        return self.product(RowProduct, x)
+        if not self.whole_parameters():
+            return self.product(RowProduct, x, self.bias)
+        y = self.product(RowProduct, x, None)  # (B, T/tp, O)
+        (bias,) = self.summed()
+        return y + bias.to(y.dtype)
 
 
 class ColumnProduct(Function):
@@ -148,14 +158,12 @@ class RowProduct(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Compute from the gradient of the sum, which is that of each summand."""
         x, weight = ctx.saved_tensors
-        layer, of_bias = ctx.layer, None
+        layer = ctx.layer
         if layer.sequence_parallel:
-            if ctx.needs_input_grad[2]:  # each rank has added it to its own positions
-                of_bias = layer.group.sum(_rows(gradient).sum(0))
             gradient = layer.group.all_gather(gradient, 1)  # (B, T, O)
         rows = _rows(gradient)  # (R, O)
         of_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return of_x, *layer.own_gradients(ctx, rows, x, of_bias), None
+        return of_x, *layer.own_gradients(ctx, rows, x), None
 
 
 def _rows(x: Tensor) -> Tensor:

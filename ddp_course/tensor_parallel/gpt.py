@@ -25,6 +25,7 @@ parallel region, and an all-gather where one enters the next. Chapter 09.
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +56,7 @@ from ddp_course.tensor_parallel.ops import (
     SequenceParallelLayerNorm,
     SequenceParallelPositions,
     gather_from_group,
+    summed_together,
 )
 from ddp_course.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
@@ -181,10 +183,11 @@ class TensorParallelGPT(DividedModule, nn.Module):
         """
         self.check_tokens(idx, targets)
         try:
-            x = self.embed(idx)  # (B, T, C), or (B, T/tp, C) from here to the head
-            for block in self.blocks:
-                x = block(x)  # (B, T, C)
-            logits = self.head(x)  # (B, T, V/tp)
+            with self.sums():
+                x = self.embed(idx)  # (B, T, C), or (B, T/tp, C) from here to the head
+                for block in self.blocks:
+                    x = block(x)  # (B, T, C)
+                logits = self.head(x)  # (B, T, V/tp)
             announce(self.parts, "after_forward", self, logits)
             if targets is None:
                 return self.gather_logits(logits), None
@@ -192,6 +195,12 @@ class TensorParallelGPT(DividedModule, nn.Module):
         except Exception as error:
             announce(self.parts, "forward_failed", self, error)
             raise
+
+    def sums(self) -> AbstractContextManager:
+        """Return a block in which gradients that ranks sum are summed together."""
+        if not self.sequence_parallel:
+            return nullcontext()
+        return summed_together(self, self.exchange)
 
     def check_tokens(self, idx: Tensor, targets: Tensor | None = None) -> None:
         """Announce the tokens; a part may compare them over the ranks."""

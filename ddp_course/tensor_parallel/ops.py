@@ -27,15 +27,17 @@ norm, residual and dropout of all tokens, and keep the same activations for back
 Instead each has its T/tp tokens of the sequence; the regions are entered by
 `gather_sequence` and left by `scatter_sequence`, which together send what one
 all-reduce does. Parameters there are whole on all ranks, but each rank uses them for
-its own tokens only: so their gradients are summed over the group
-(`SequenceParallelLayerNorm`). That is easily forgotten, and nothing but the numbers
-shows it.
+its own tokens only: so their gradients are summed over the group (`OwnTokensLayer`).
+That is easily forgotten, and nothing but the numbers shows it. These gradients are
+small, and a short message takes as long as a longer one: so one all-reduce sums those
+of a whole model (`summed_together`).
 
 megatron/core/tensor_parallel/mappings.py; Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", section 4.2.2. Chapter 09.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -117,7 +119,54 @@ def scatter_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
 # ---- layers between two parallel regions ---------------------------------------------
 
 
-class SequenceParallelLayerNorm(ParallelLayer):
+def copy_all_to_group(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
+    """Return `tensors`; in backward, sum all their gradients in one all-reduce.
+
+    The all-reduce begins when the gradients of all of them are complete.
+    """
+    joined = copy_to_group(torch.cat([t.flatten() for t in tensors]), group)
+    parts = joined.split([t.numel() for t in tensors])
+    return [part.view_as(t).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
+
+
+class OwnTokensLayer(ParallelLayer):
+    """A layer with whole parameters that each rank uses for its own tokens only.
+
+    Attributes:
+        copies: copies of these parameters, in a `summed_together` block.
+    """
+
+    copies: Sequence[Tensor] = ()
+
+    def whole_parameters(self) -> list[Tensor]:
+        """Return the parameters that are whole on all ranks."""
+        return [self.weight, self.bias]
+
+    def summed(self) -> Sequence[Tensor]:
+        """Return these parameters; in backward, their gradients are summed."""
+        return self.copies or copy_all_to_group(self.whole_parameters(), self.group)
+
+
+@contextmanager
+def summed_together(model: nn.Module, group: Group = None) -> Iterator[None]:
+    """Sum the gradients of all `OwnTokensLayer`s in `model` in one all-reduce.
+
+    Runs a forward in the block. The all-reduce follows when backward has reached the
+    first of the layers.
+    """
+    layers = [m for m in model.modules() if isinstance(m, OwnTokensLayer)]
+    wholes = [layer.whole_parameters() for layer in layers]
+    copies = iter(copy_all_to_group([p for whole in wholes for p in whole], group))
+    for layer, whole in zip(layers, wholes, strict=True):
+        layer.copies = [next(copies) for _ in whole]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.copies = ()
+
+
+class SequenceParallelLayerNorm(OwnTokensLayer):
     """LayerNorm of this rank's part of the sequence: (B, T/tp, C) -> (B, T/tp, C)."""
 
     CUTS = MappingProxyType({"weight": None, "bias": None})
@@ -127,9 +176,8 @@ class SequenceParallelLayerNorm(ParallelLayer):
         self.shape, self.eps = full.normalized_shape, full.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise. Both gradients are summed in one all-reduce."""
-        both = copy_to_group(torch.cat([self.weight, self.bias]), self.group)
-        return F.layer_norm(x, self.shape, *both.chunk(2), self.eps)
+        """Normalise. The gradients of weight and bias are summed over the ranks."""
+        return F.layer_norm(x, self.shape, *self.summed(), self.eps)
 
 
 class SequenceParallelPositions(ParallelLayer):

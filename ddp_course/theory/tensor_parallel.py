@@ -12,7 +12,7 @@ With sequence parallelism each all-reduce of S is a reduce-scatter and an all-ga
 which send the same bytes. Two of the all-gathers are at the ends of the model: of the
 embedding's gradient, and of the head's input. The gradients of parameters that all
 ranks have, but that each uses only for its own tokens, are summed: L (6 C) + 2 C
-numbers, and the positions.
+numbers in one all-reduce, and the positions in another.
 
 Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2. Chapter 09.
 """
@@ -35,7 +35,9 @@ class TensorParallelVolume:
         loss: bytes for cross-entropy.
         parameters: bytes of gradients of replicated parameters, with sequence
             parallelism.
-        all_reduces: the number of all-reduces.
+        all_reduces: the number of all-reduces. With sequence parallelism one is enough
+            for the gradients of all norms and biases, unless a pipeline calls the
+            layers one by one: then each has its own.
         pairs: the number of reduce-scatters, and of all-gathers.
     """
 
@@ -84,12 +86,13 @@ def tensor_parallel_volume(
     loss = 3 * tokens * itemsize * (last in mine)
     replicated = sum(layer_replicated(config)[layer] for layer in mine) * itemsize
     pairs = of_hidden if sequence_parallel else 0
+    together = sequence_parallel and layers is None  # and one of the positions
     ring = 2 * Fraction(tp_size - 1, tp_size)
     return TensorParallelVolume(
         ring * hidden,
         ring * loss,
         ring * replicated * sequence_parallel,
-        all_reduces=of_hidden + of_loss,
+        all_reduces=(2 if together else of_hidden) + of_loss,
         pairs=pairs,
     )
 

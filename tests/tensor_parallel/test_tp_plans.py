@@ -79,6 +79,7 @@ def test_sequence_parallelism_sends_the_same_and_some_gradients():
         common = theory.replicated_parameters(config)
         assert cut.parameters == 2 * Fraction(n - 1, n) * 4 * common
         assert cut.pairs == 18
+        assert (plain.all_reduces, cut.all_reduces) == (20, 4)
 
 
 def test_what_cannot_be():

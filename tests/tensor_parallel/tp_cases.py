@@ -233,7 +233,8 @@ def same_shard(gpt: GPT) -> TensorParallelGPT:
 
 FAKES: dict[str, Callable[[GPT], nn.Module]] = {
     "column without all-reduce": spoiled(
-        "blocks.1.mlp.up", lambda layer, x: layer.product(ForgetfulColumn, x)
+        "blocks.1.mlp.up",
+        lambda layer, x: layer.product(ForgetfulColumn, x, layer.bias),
     ),
     "bias by every rank": spoiled(
         "blocks.0.attn.proj",
