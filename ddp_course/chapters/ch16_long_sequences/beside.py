@@ -181,7 +181,8 @@ def saved() -> Iterator[dict[int, int]]:
 def stale_keys() -> Iterator[None]:
     """Let the ring's backward compute with the keys of the step before.
 
-    Forward is right. huggingface/diffusers#14265 was such a mistake.
+    Forward is right. A mistake like it was huggingface/diffusers#14265: every step
+    took the keys of step 0.
     """
     right, before = ring.attend_backward, {}
 
