@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _is_the_users(error: Exception) -> bool:
-    """Return whether the user can mend the error, so that no traceback is printed."""
+    """Return whether the user can correct the error: then no traceback is printed."""
     launch = sys.modules.get("ddp_course.launch")
     known = () if launch is None else (launch.LaunchError,)
     return isinstance(error, (CommandError, OSError, *known))

@@ -165,7 +165,7 @@ def train(
     checkpoints = Checkpoints(
         checkpoint, every, *has_state, settings, more=more, background=save == "async"
     )
-    share, shares = layout.share(rank)  # ranks with parts of one model: same share
+    share, shares = layout.share(rank)  # equal on all ranks that share one model
     stopped = False
     watch = nullcontext() if watched is None else watched(model, optimizer)
     with Notice() if checkpoint is not None else nullcontext() as notice:

@@ -80,7 +80,7 @@ def rows_of_size(
 
 
 def measure(sizes: dict[int, int], seconds: float) -> dict:
-    """Return the limits, and the times of every turn, by size; on every rank."""
+    """Return bandwidth limits, and each size's times by turn; called by all ranks."""
     limits = {"memory": memory_bandwidth(), "loopback": loopback_bandwidth()}
     times = {}
     for nbytes, turns in sizes.items():

@@ -75,8 +75,8 @@ def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
 def per_gradient(record: Record, bound: float) -> float:
     """Return seconds per gradient, from the first pull to the last step.
 
-    If bounded, from the second gradient of the slowest worker to its last: before that,
-    the others get ahead.
+    For bounded workers the time begins with the slowest worker's second gradient and
+    ends with its last one: before that, the others get ahead.
     """
     steps = record.of("step")
     if bound < math.inf:

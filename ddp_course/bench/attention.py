@@ -1,9 +1,10 @@
 """One layer's causal attention over a divided sequence, forward and backward.
 
-First with real computation, beside one process and PyTorch's ring. Four ranks share two
-cores here, so this measures the cost of dividing, not its gain. Then a ring whose steps
-wait in proportion to their pairs, over emulated links: no core is the bottleneck, and
-the recorded events show whether messages are hidden and what zigzag gains. Chapter 16.
+The first rows compare real computation with one process and with PyTorch's ring. Four
+ranks share two cores here, so they measure the cost of dividing, not its gain. In the
+other rows the steps of a ring sleep in proportion to their pairs, over emulated links:
+no core is the bottleneck, and the recorded events show whether messages are hidden and
+what zigzag gains. Chapter 16.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def computing(length: int, turns: int) -> Timings:
-    """Return the seconds of each way, by turn; on every rank."""
+    """Return the seconds of each way, by turn; all ranks call it."""
     n, rank = dist.get_world_size(), dist.get_rank()
     whole = drawn(length)
 
@@ -120,7 +121,7 @@ class Step(NamedTuple):
 
 
 def waiting(case: str, share: float, seconds: float, turns: int) -> Iterator[Row]:
-    """Yield a zigzag step over its work, and over a plain ring's step.
+    """Yield a zigzag step's ratios to its work and to a plain ring's step.
 
     `seconds` pass for the pairs of c queries and c keys, c being a rank's tokens.
     """
@@ -143,7 +144,7 @@ def waiting(case: str, share: float, seconds: float, turns: int) -> Iterator[Row
 
 
 def waited_steps(seconds: float, turns: int) -> tuple[list[Step], list[Step]]:
-    """Return the steps of zigzag and of a plain ring, in turns; on every rank."""
+    """Return the steps of zigzag and of a plain ring, in turns; all ranks call it."""
     steps_of = {assignment: [] for assignment in ("zigzag", "contiguous")}
     for _ in range(turns):
         for assignment, its in steps_of.items():

@@ -1,4 +1,4 @@
-"""A training step that sends gradients in fewer bytes, over one of our plain DDP.
+"""A training step that sends fewer bytes, compared with a step of our plain DDP.
 
 Four ranks with links of 100 MB/s each: a step waits for its bytes, and a compressor
 must save more of that wait than it computes. "Alone" sends nothing: no method can be
@@ -54,10 +54,10 @@ def hooked(
 ) -> steps.Parallelized:
     """Return the model under our DDP, with a hook and one bucket.
 
-    Compressed messages are so short that what each costs, whatever its length, decides:
-    with fewer of them a step is faster, though none is sent during backward. And with
-    two buckets, PyTorch's PowerSGD starts collectives in gloo's threads in an order
-    that may differ between ranks: they hang, or abort.
+    Compressed messages are so short that latency decides: a step is faster with fewer
+    messages, though none is sent during backward. And with two buckets, PyTorch's
+    PowerSGD starts collectives in gloo's threads in an order that may differ between
+    ranks: they hang, or abort.
     """
     ddp = DistributedDataParallel(model, **ONE_BUCKET)
     ddp.register_comm_hook(state(), hook)
@@ -89,7 +89,7 @@ LOCAL = {
 METHODS = [
     name if amount is None else f"{name}:{amount.example}"
     for name, amount in COMPRESSORS.items()
-    if name != "bf16"  # as many bytes as fp16
+    if name != "bf16"  # it sends as many bytes as fp16
 ]
 METHODS += ["powersgd:1"]
 SLOW: dict[str, steps.Variant] = {"ddp": our_ddp, "again": our_ddp}

@@ -1,4 +1,4 @@
-"""Dispatch and combine of experts, over two bare all-to-alls of the same bytes.
+"""Dispatch and combine of experts, compared with bare all-to-alls of the same bytes.
 
 Each of four ranks has tokens whose choices are equal, random, or half on one rank's
 experts. `dispatch` sorts the rows, exchanges counts, sends the rows, sorts those that
@@ -41,7 +41,7 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def chosen_experts(tokens: int, kind: str, seed: int) -> torch.Tensor:
-    """Return the experts of each token, (N, k), for loads of a kind."""
+    """Return the experts of each token, (N, k), for a load of this `kind`."""
     random = torch.Generator().manual_seed(seed)
     if kind == "equal":
         return (torch.arange(tokens * CHOICES) % EXPERTS).view(tokens, CHOICES)
@@ -52,7 +52,7 @@ def chosen_experts(tokens: int, kind: str, seed: int) -> torch.Tensor:
 
 
 def timed(mib: int, kind: str, turns: int) -> Timings:
-    """Return the seconds of each way, by turn; on every rank."""
+    """Return the seconds of each way, by turn; all ranks call it."""
     n, rank = dist.get_world_size(), dist.get_rank()
     tokens = mib * 2**20 // (4 * CHANNELS * CHOICES)
     chosen = chosen_experts(tokens, kind, rank)

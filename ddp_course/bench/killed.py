@@ -1,4 +1,4 @@
-"""A training on real ranks, one of which is killed at a random time, again and again.
+"""Training on real ranks, one of which is killed at random times, again and again.
 
 Every attempt continues from the last checkpoint and ends when SIGKILL ends one rank,
 wherever it is: in a step or in a save. A step sleeps in place of computing, and a save
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ddp_course.launch import spawn
 
-STEP, SAVE, MEAN = 0.004, 0.015, 0.3  # seconds; MEAN is that between two failures
+STEP, SAVE, MEAN = 0.004, 0.015, 0.3  # seconds; MEAN: between two failures
 WIDTH, ROWS, RANKS = 8, 4, 2
 
 
@@ -41,7 +41,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class KilledRun:
-    """A training after its last failure.
+    """A training run after its last failure.
 
     `ran` are the seconds in which its ranks ran, without restarts, and `kept` is what
     its last checkpoint holds.
@@ -89,7 +89,7 @@ def run_until_killed(folder: str, interval: float, rank: int, seconds: float) ->
 
 
 def load(path: Path) -> Progress:
-    """Return what the last complete checkpoint holds, or a new training."""
+    """Return what the last complete checkpoint holds, or the start of a new run."""
     if path.exists():
         return Progress(**torch.load(path))
     return Progress(0, torch.zeros(WIDTH), 0.0)
@@ -116,7 +116,7 @@ def times_to_failure(count: int, mean: float, dice: Random) -> list[float]:
 def killed_runs(
     intervals: Sequence[float], failures: int, seed: int = 0
 ) -> dict[float, KilledRun]:
-    """Run a training for each interval, until its ranks were killed `failures` times.
+    """Train with each interval until the run's ranks were killed `failures` times.
 
     All training runs have the same failures. They take turns, so that a busy moment of
     the machine disturbs all of them.

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def all_reduce() -> None:
-    """Add up a number of each rank."""
+    """All-reduce one number from each rank."""
     number = torch.tensor([dist.get_rank() + 1])
     dist.all_reduce(number)
     n = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Priority over our DDP, on slow links: the gain of an order, beside a simulation.
+"""Priority compared with our DDP on slow links, and the gain that a simulation finds.
 
 Both use four ranks and a ring over links of 100 MB/s. Layers that wait for given times
 show the order alone; the GPT computes, which takes different times on every rank. The
@@ -50,7 +50,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield for each case a row for each policy, and two rows beside the simulation."""
+    """Yield a row per case and policy, and two comparisons with the simulation."""
     for case, make in CASES.items():
         turns = 3 if quick else 12
         run = partial(spawn, world_size=RANKS, links=LINKS, output="none", device="cpu")

@@ -189,7 +189,7 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 
 def waiting_steps(seconds: float, turns: int) -> Timings:
-    """Return the seconds of waiting steps, ours and PyTorch's; on every rank."""
+    """Return the seconds of waiting steps, ours and PyTorch's; all ranks call it."""
     contenders = {
         f"{schedule} {side}": waiting_step(side, schedule, layer, seconds)
         for schedule in THEIRS

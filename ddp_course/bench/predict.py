@@ -83,7 +83,7 @@ def cluster_here() -> Cluster:
 def latency() -> float:
     """Return the seconds of a message of a few bytes, in a ring of four.
 
-    One node's ranks at a time: in a step, too, few ranks send at the same moment.
+    Measured on one node at a time, as few ranks send at the same moment in a step.
     """
     axes, found = make_groups(Mesh({"dp": 2, "tp": 4})), []
     for turn in range(60):
@@ -178,7 +178,7 @@ def wrong_draws(
 
 
 class _Rank:
-    """A rank of a layout without layers: times in their place, and messages."""
+    """A rank of a layout: it sleeps in place of layers, and sends real messages."""
 
     def __init__(self, c: Candidate, axes: Axes) -> None:
         self.c, self.axes, self.log = c, axes, EventLog()

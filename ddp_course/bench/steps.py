@@ -28,7 +28,7 @@ Variant = Callable[[nn.Module], Parallelized]
 ADAMW = {"lr": 1e-4, "fused": True}  # PyTorch's fastest implementation
 TURN = 0.25  # seconds for which a step is repeated in a turn, at most 8 times
 RANKS = (2, 4)
-BUDGET = {True: 50.0, False: 400.0}  # seconds for all turns of a bench, if it is quick
+BUDGET = {True: 50.0, False: 400.0}  # seconds for all turns of a bench, by `quick`
 
 
 def with_adamw(model: nn.Module) -> Parallelized:

@@ -96,8 +96,8 @@ def in_turns(
     Args:
         contenders: by name; a float that a call returns is used as its seconds.
         turns: the largest number of turns.
-        repeat: calls of each in a turn, after one that does not count; 0 is one call,
-            without one that does not count.
+        repeat: calls of each contender in a turn, after a warm-up call; 0 means one
+            call without a warm-up.
         meet: called before the clock starts; a barrier of the ranks.
         go_on: called before every turn after the third; False ends the measurement. It
             returns the same on all ranks.

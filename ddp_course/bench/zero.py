@@ -1,9 +1,9 @@
 """A training step under our ZeRO and under PyTorch's, in one run.
 
-First beside PyTorch's ZeroRedundancyOptimizer (ZRO) with DDP; then beside `fully_shard`
-of every block and of the model, which leaves the root unsharded after forward, as ours
-does. And the peak memory of a step under `fully_shard` and under ours. Chapters 07 and
-08.
+Stages 1 and 2 are compared with PyTorch's ZeroRedundancyOptimizer (ZRO) under DDP;
+stage 3 with `fully_shard` of every block and of the model, which leaves the root
+unsharded after forward, as ours does. The peak memory of a step is compared, too.
+Chapters 07 and 08.
 """
 
 from __future__ import annotations

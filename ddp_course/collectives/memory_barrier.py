@@ -123,7 +123,7 @@ class Barrier:
         pages = memory[round_up(head, PAGE) :].view(2, page)
         self._hashes = [memoryview(p[: 8 * size].numpy()) for p in pages]
         self._texts = [_rows(p[-PAGE * size :].view(size, PAGE)) for p in pages]
-        self._shown: list[bytes | None] = [None, None]  # hash of the own text, by page
+        self._shown: list[bytes | None] = [None, None]  # this rank's hash, by page
         exchange(None)  # no rank posts before all semaphores are initialised
 
     @property

@@ -1,4 +1,4 @@
-"""Avoid that gloo's messages sometimes take four milliseconds.
+"""Avoid the four milliseconds that some of gloo's messages take.
 
 In every rank a thread of gloo reads from and writes to the sockets. It shares a lock
 with the thread that calls `isend` or `irecv`; if the lock is taken, gloo's thread tries

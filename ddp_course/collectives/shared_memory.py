@@ -71,7 +71,7 @@ def _memories(comm: Communicator) -> list[SymmetricMemory]:
 
 
 def _memory_of(call: Collective, tensor: object) -> SymmetricMemory | None:
-    """Find the shared memory of a tensor; its place must be the same on all ranks."""
+    """Return the shared memory that holds `tensor` at the same place on all ranks."""
     if not call.problem and isinstance(tensor, Tensor) and tensor.numel():
         for number, memory in enumerate(_memories(call.comm)):
             offset = memory.find(tensor)
@@ -102,8 +102,8 @@ def all_reduce(
 ) -> Work | None:
     """Reduce all ranks' `tensor` (on the CPU, any shape, in place), on one node.
 
-    Without staging if it is in memory created by `empty`, at the same place on all
-    ranks. See `call.all_reduce_by` for arguments and errors. Chapter 03.
+    A tensor in memory created by `empty`, at the same place on all ranks, is reduced
+    without staging. See `call.all_reduce_by` for arguments and errors. Chapter 03.
     """
     call = Collective(group, "shared_memory.all_reduce")
     call.tensor("tensor", tensor)
@@ -141,10 +141,10 @@ def volumes(
 ) -> list[int]:
     """Return the bytes that an all-reduce moves from `rank` to each of `size` ranks.
 
-    As many come back. Every rank reads the whole of a small tensor. Otherwise rank p
-    reads slice p of this rank's numbers, and slice `rank` of the result: together
-    2 (N - 1) / N S to all peers, as around a ring. Slices begin at cache lines, so some
-    are a little longer than others. Chapter 03.
+    As many bytes come back. Every rank reads the whole of a small tensor. Otherwise
+    rank p reads slice p of this rank's numbers, and slice `rank` of the result:
+    together 2 (N - 1) / N S to all peers, as around a ring. Slices begin at cache
+    lines, so some are a little longer than others. Chapter 03.
     """
     nbytes = numel * itemsize
     if nbytes <= ONE_SHOT and not registered:

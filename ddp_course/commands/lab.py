@@ -57,7 +57,7 @@ def command(args: Namespace) -> int:
     server = initialized(arguments(root, args.port, args.ip))
     for name in ENDINGS:  # at once; Jupyter's own handler would ask for confirmation
         number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, lambda *_: server.stop(from_signal=True))
 
     def print_address() -> None:
@@ -67,7 +67,7 @@ def command(args: Namespace) -> int:
         page = write_page(root, url).as_uri()
         print(open_or_say_how(page, server.port, not args.no_browser), flush=True)
 
-    server.io_loop.add_callback(print_address)  # when the server listens
+    server.io_loop.add_callback(print_address)  # runs once the server listens
     try:
         server.start()
     finally:

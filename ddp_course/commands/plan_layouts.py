@@ -1,4 +1,4 @@
-"""`plan --gpu`: which layout is fastest on a cluster, and what a training takes.
+"""`plan --gpu`: which layout is fastest on a cluster, and what training costs.
 
 Everything is predicted by `planning`; here the arguments are read, and the predictions
 printed.
@@ -28,7 +28,7 @@ from ddp_course.theory.plan import MODELS
 
 GB = 1e9  # decimal, as GPUs are sold
 SHAPE = ("layers", "hidden", "heads", "sequence", "vocab")
-SEQUENCE, VOCAB, STEP_TOKENS = 4096, 128_256, 4_000_000  # if nothing else is said
+SEQUENCE, VOCAB, STEP_TOKENS = 4096, 128_256, 4_000_000  # the defaults
 NETWORK = 50  # GB/s of each GPU: 400 Gb/s
 SOURCES = (
     "bfloat16 (V100: float16), dense; links in one direction; -: not published. From "
@@ -37,7 +37,7 @@ SOURCES = (
 
 
 def command(args: Namespace) -> int:
-    """Print the fastest layouts, what the best one takes, and why others do not fit."""
+    """Print the fastest layouts, the costs of the best, and why others do not fit."""
     check_file(args.json)
     args.top, args.step_tokens = args.top or 10, args.step_tokens or STEP_TOKENS
     args.precision = args.precision or Software.precision
@@ -159,7 +159,7 @@ def software_of(args: Namespace) -> Software:
 def head(
     args: Namespace, workload: Workload, cluster: Cluster, usual: list[str]
 ) -> list[str]:
-    """Return what is planned, in sentences."""
+    """Return sentences that describe the model, the steps and the cluster."""
     name = args.preset or "a model"
     lines = [
         f"{name}: {workload.parameters:,} parameters, {args.optimizer}, "
@@ -173,7 +173,7 @@ def head(
 
 
 def layouts(found: Found, workload: Workload, cluster: Cluster, top: int) -> Table:
-    """Return the fastest layouts, one in a row: of each mesh the fastest alone."""
+    """Return a table of the fastest layouts: one row for each mesh, its fastest."""
     table = Table("layout", title=None)
     for name in ("rows", "step s", "MFU", "tokens/s a GPU", "waits", "GB a GPU"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -203,7 +203,7 @@ def fastest(found: Found) -> list[Prediction]:
 def best(
     args: Namespace, found: Found, workload: Workload, cluster: Cluster
 ) -> list[str]:
-    """Return what the fastest layout's steps and the whole training take."""
+    """Return the costs of the fastest layout's steps and of the whole training run."""
     if not found.best:
         kept = model_states(
             workload.parameters, 1, optimizer=args.optimizer, precision=args.precision
@@ -231,7 +231,7 @@ def best(
 def training(
     args: Namespace, workload: Workload, cluster: Cluster, seconds: float
 ) -> list[str]:
-    """Return the days, energy and cost of a whole training."""
+    """Return the days, energy and cost of a whole training run."""
     days = workload.days(args.tokens, seconds)
     hours = days * 24 * cluster.gpus
     lines = [f"  {args.tokens:,.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours"]
@@ -281,7 +281,7 @@ NOT_PREDICTED = (
 
 
 def held_against() -> str:
-    """Return how far predictions are from what was published."""
+    """Return how far predictions are from published numbers."""
     errors = [anchor.error for anchor in ANCHORS if not anchor.fitted]
     half = statistics.median(map(abs, errors))
     return (

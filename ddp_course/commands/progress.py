@@ -120,7 +120,7 @@ def collected(folder: Path) -> list[str]:
 
 
 def _report(file: Path) -> dict[str, str] | None:
-    """Return the status of each exercise in a report; None if it is no report."""
+    """Return the status of each exercise in a report; None if the file is no report."""
     try:
         content = json.loads(file.read_bytes())
         found = content["exercises"]

@@ -145,7 +145,7 @@ def contents(history: History, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> int:
-    """Join the other ranks, check that all have the same options, train; exit code."""
+    """Join the ranks, check that all have the same options, train; return a code."""
     with cause_first():
         join()
         _agree(settings)

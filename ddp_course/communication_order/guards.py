@@ -190,8 +190,8 @@ class StepFirst:
 def check_one_by_one(optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer cannot step parameters one by one: test it.
 
-    An optimizer cannot if it uses several parameters at once, or stores in its options
-    what it learns.
+    An optimizer cannot do so if it uses several parameters at once, or stores state in
+    its options.
     """
     start, name = torch.linspace(-1, 1, 12).view(3, 4), type(optimizer).__name__
     options = options_of(optimizer)[0]
@@ -228,7 +228,7 @@ def check_one_by_one(optimizer: Optimizer) -> None:
 def beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return another process group of the same ranks, created at the first call.
 
-    A collective call of these ranks. Raises ReplicaError if some are members of more
+    All these ranks call it together. Raises ReplicaError if some are members of more
     groups than others: PyTorch would give the new one other names there, and hang.
     """
     its = meeting(group)

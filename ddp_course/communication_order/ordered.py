@@ -34,7 +34,7 @@ class OrderedDataParallel(nn.Module):
 
     Args:
         module: the same on all ranks; all get rank 0's values.
-        optimizer: of `module.parameters()`; any that steps each parameter by itself.
+        optimizer: any optimizer of `module.parameters()` that steps each by itself.
         piece: bytes of a piece; None sends a layer's gradient as a whole.
         process_group: the ranks that share a batch; None are all.
         sending: a second process group of the same ranks, for gradients only.
@@ -201,14 +201,13 @@ class Layers:
     Args:
         module: the model.
         whole: modules that are one layer with all that is in them.
-        piece: bytes; small neighbours travel together as long as they are no more.
+        piece: bytes; small neighbouring layers are sent together, up to this size.
 
     Attributes:
         uses: name -> the parameters that this layer waits for.
         users: parameter -> the names of all layers that use it.
         own: name -> its parameters by their full names; a tied one has one owner.
-        groups: names of layers that travel together, those that backward reaches first
-            first.
+        groups: names of layers that are sent together, in the order of backward.
     """
 
     def __init__(
@@ -254,8 +253,8 @@ def only(
 ) -> Iterator[None]:
     """Let an optimizer have these parameters alone, and its groups these options.
 
-    Its groups are narrowed for a moment: so it stays the one whose state is saved, and
-    whose `lr` a scheduler changes.
+    Its groups are narrowed only for a moment, so its state can still be saved, and a
+    scheduler can still change its `lr`.
     """
     groups = optimizer.param_groups
     own = [[p for p in group["params"] if p in parameters] for group in groups]

@@ -28,7 +28,7 @@ class InPieces(BucketReducer):
     """A reducer that sums buckets in pieces, by `order`, while backward goes on.
 
     Args:
-        group: the ranks.
+        group: the process group that averages.
         all_reduce: any of this course, or PyTorch's.
         piece: bytes of a piece; None means that a bucket is one piece.
         sending: a process group of the same ranks for the pieces only, so that other

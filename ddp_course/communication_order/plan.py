@@ -42,7 +42,7 @@ class Planned:
         self.policy = policy
         self.planned: TimedStep | None = None  # the order that all ranks follow
         self.places: dict[int, int] = {}  # bucket -> its layer in the plan
-        self.passes = 0  # averaged passes
+        self.passes = 0  # backward passes with averaged gradients
         self.clock: GpuClock | None = None
         self.began: Any = None  # start of the last backward
         self.ready: dict[int, Any] = {}  # bucket -> time when it was full
@@ -65,7 +65,7 @@ class Planned:
         self.ready[bucket.index] = self.now()
 
     def after_backward(self, engine: Any) -> None:
-        """Count an averaged pass."""
+        """Count a backward pass with averaged gradients."""
         self.passes += 1
 
     def before_forward(self, model: Any) -> None:

@@ -82,7 +82,7 @@ class Policy:
     """A rule for the next piece to hand over, and for when layers are updated.
 
     Attributes:
-        name: for people.
+        name: the name that tables and figures show.
         priority: whether the first layers go first; otherwise first come, first served.
         piece: length of a piece (the last one may be shorter), as time on the link, or
             on ranks in bytes; None sends gradients whole.

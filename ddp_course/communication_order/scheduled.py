@@ -66,7 +66,7 @@ class ScheduledDataParallel(OrderedDataParallel):
     Args:
         module: the same on all ranks; all get rank 0's values. Each rank keeps its
             own buffers.
-        optimizer: of `module.parameters()`; any that steps each parameter by itself.
+        optimizer: any optimizer of `module.parameters()` that steps each by itself.
         policy: chooses the order; its `piece` is in bytes. With a policy that waits for
             all, forward waits, too.
         process_group: the ranks that share a batch; None means all.

@@ -81,7 +81,7 @@ class Compressor:
 def compress(
     state: Compressor, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    """Average a bucket as `state` does: `ddp.register_comm_hook(state, compress)`.
+    """Average a bucket by the compressor `state`; pass both to `register_comm_hook`.
 
     Raises TypeError, on every rank, at the first backward if gradients are complex.
     """

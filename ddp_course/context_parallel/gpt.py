@@ -187,8 +187,8 @@ def context_parallel(
         attention: "ring", "gathered" keys and values, or "ulysses".
         assignment: one of `assignment.ASSIGNMENTS`; Ulysses needs "contiguous".
 
-    Raises ValueError for a model or an argument that cannot be used. As
-    torch.distributed.tensor.experimental.context_parallel, which is for GPUs only.
+    Raises ValueError for a model or an argument that cannot be used. PyTorch's
+    counterpart, torch.distributed.tensor.experimental.context_parallel, is for GPUs.
     """
     if attention not in ATTENTIONS:
         known = ", ".join(ATTENTIONS)

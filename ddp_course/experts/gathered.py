@@ -5,8 +5,8 @@ outputs of its own experts; each token's owner adds up the parts of its mixture.
 
     sent by each rank    forward 2 (R - 1) N C numbers, backward the same
 
-with N tokens on each rank, however few of its experts a token has chosen: a rank sends
-each token to all others. `dispatch` sends it only where its experts are. Chapter 17.
+with N tokens on each rank. A rank sends each token to all other ranks, even if the
+token has chosen few experts; `dispatch` sends it only to these experts. Chapter 17.
 """
 
 from collections.abc import Callable

@@ -128,7 +128,7 @@ class Mixture(nn.Module):
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether a part of a sequence would be treated differently."""
+        """Whether a layer needs whole sequences: a part would get other results."""
         return self.config.capacity is not None or self.config.balance > 0
 
     def mix(

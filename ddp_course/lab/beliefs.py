@@ -7,19 +7,19 @@ reason to a reader who made the guess, unless the guess is nearly right.
 Guess = float | tuple[float, float]
 
 BELIEFS: dict[str, dict[Guess, str]] = {
-    # 00: a gradient has as many numbers as the model, 1,038,240
+    # chapter 00: a gradient has as many numbers as the model, 1,038,240
     "Numbers handed over by each process in a step": {
         259_560: "A quarter of the rows makes no smaller a gradient.",
         49: "That is the number of tensors, and each has many numbers.",
         1: "A mean loss would not do: each parameter needs the mean of its gradients.",
     },
-    # 01: 1 * 6 + 2
+    # chapter 01: 1 * 6 + 2
     "The rank of local_rank 2 on node 1 (of 2 x 6)": {
         5: "That is so if ranks are dealt out like cards, one to each node in turn.",
         6: "So it is in the picture, where a node has four ranks.",
         9: "But nodes and ranks are counted from 0.",
     },
-    # 02
+    # chapter 02
     "Seconds that rank 0 spends in `send`": {
         0: "A send may wait for its receiver, however little it sends.",
     },
@@ -31,14 +31,14 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         4_000: "But three others need the numbers, or others' numbers are passed on.",
         16_000: "Everybody has 16,000 bytes afterwards, but a quarter it had before.",
     },
-    # 03: 2 (N - 1) / N of S = 4,152,960 bytes
+    # chapter 03: 2 (N - 1) / N of S = 4,152,960 bytes
     "Bytes that the busiest of four ranks sends": {
         3_114_720: "That is half of it: the sums must also get to all ranks.",
         4_152_960: "All that ranks bring must come together, and sums go out again.",
         8_305_920: "In each of the two halves, one chunk of four need not be sent.",
         12_458_880: "That is the naive way: all of it to each of the three others.",
     },
-    # 04: 14 S through replica 0, and 1.75 S to and 1.75 S from a rank of DDP
+    # chapter 04: 14 S through replica 0, and 1.75 S to and 1.75 S from a rank of DDP
     "Speed-up by two threads, many tiny operations": {
         (1.5, 2): "Two threads of one process take turns: one at a time has the lock.",
     },
@@ -47,24 +47,24 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         7: "An all-reduce sends 1.75 S and receives as much, not S each.",
         8: "Seven copies out, seven gradients in; but a rank of DDP receives, too.",
     },
-    # 05
+    # chapter 05
     "From the beginning of backward to averaged gradients": {
         (0, 115): "The last bucket is complete only when backward has ended.",
         190: "That is one after the other, with nothing hidden.",
     },
-    # 06
+    # chapter 06
     "Memory at the worst moment of a step": {
         4_152_960: "That is the model alone.",
         8_305_920: "The optimizer's two states and the activations are missing.",
         16_611_840: "16 bytes per parameter are right; the activations come on top.",
     },
-    # 07: a reduce-scatter of gradients, an all-gather of parameters
+    # chapter 07: a reduce-scatter of gradients, an all-gather of parameters
     "Sent by each of four ranks in a step of ZeRO-1": {
         0.375: "A rank updates a quarter, but has gradients for all others' quarters.",
         0.75: "That is one half: gradients go out; updated parameters must come back.",
         2.25: "Of the summed gradients nobody needs more than its own quarter.",
     },
-    # 08: three passes of 0.75 S
+    # chapter 08: three passes of 0.75 S
     "What a rank sends in a step of stage 3": {
         1.5: "But the weights are gathered twice: for forward, and for backward.",
         3: "There are three passes; in each, a rank sends three quarters of S.",
@@ -74,7 +74,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         5.25: "A quarter of all; but activations are not sharded, and a unit is whole "
         "while it computes.",
     },
-    # 09
+    # chapter 09
     "Share of a step in which a rank is idle": {
         0: "Each rank needs what the one before it computes: they take turns.",
         25: "That is the share in which it works.",
@@ -84,7 +84,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         2: "That is forward; backward has as many.",
         8: "Columns, then rows: between the two matrices nothing is exchanged.",
     },
-    # 10: 3 / (8 + 3) of the time; 8 x 64 x 144 numbers of 4 bytes, in two directions
+    # chapter 10: 3 / (8 + 3) of the time; 8 x 64 x 144 floats, in two directions
     "The time that a rank waits": {
         0: "The last stage waits for the first activations, the first for a gradient.",
         37.5: "That is waiting over working; it works for 8 of 11 slots.",
@@ -94,7 +94,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         294_912: "That is one direction: activations go on, and gradients go back.",
         4_718_592: "All eight microbatches together are one batch.",
     },
-    # 11
+    # chapter 11
     "The bubble of 1F1B": {
         (0, 24): "To fill and to empty the pipeline takes as long as with GPipe.",
     },
@@ -102,7 +102,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "That is the last rank; rank 0 begins four before the first is back.",
         8: "That is GPipe's: here a backward frees one before the next one begins.",
     },
-    # 12: 2 ** 8, and 2 (N - 1) / N of S
+    # chapter 12: 2 ** 8, and 2 (N - 1) / N of S
     "The sum of 1,024 ones in bfloat16": {
         1_024: "1,024 is a number of bfloat16, but 257, on the way to it, is none.",
         128: "At 128 the neighbours are 1 apart: one more still fits.",
@@ -113,7 +113,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "Sums must come together and go out again: 2 (N - 1) / N of S.",
         2: "In each of the two halves, one chunk of N need not be sent.",
     },
-    # 13: (1 / 0.1 + 1 / 0.1 + 1 / 0.4) / (3 / 0.4); 3 x 2 x 4,152,960 bytes
+    # chapter 13: (1 / 0.1 + 1 / 0.1 + 1 / 0.4) / (3 / 0.4); 3 x 2 x 4,152,960 bytes
     "Gradients used asynchronously, for each one synchronously": {
         1: "The two fast ones need not wait for rank 3 any more.",
         4: "Two of the three are four times as fast; rank 3 is as slow as before.",
@@ -123,7 +123,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         12_458_880: "Weights go out to three workers, and gradients come back.",
         5_537_280: "That is what a ring of three sends from each rank.",
     },
-    # 14: 3 x 8 bytes x d / 100 against 2 x 3 / 4 x 4 d; 4 singular values of 144
+    # chapter 14: 3 x 8 bytes x d / 100 against 2 x 3 / 4 x 4 d; 4 of 144 products
     "The largest 1 % of four ranks, against DDP's bytes": {
         1: "The places travel, too; and all ranks' numbers come to all.",
         2: "That would be so if an all-reduce could add them on the way.",
@@ -133,7 +133,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         (2, 7): "So it is for random numbers; but the tokens of a batch are alike.",
         24: "So much is in as many of its largest numbers.",
     },
-    # 15: 8 of backward, 3 of one gradient, 4 of forward; on fast links all is hidden
+    # chapter 15: 8 of backward, 3 of one gradient, 4 of forward; fast links hide all
     "A step in the best order of its gradients": {
         12: "That is computing alone: layer 0's gradient cannot be hidden by anything.",
         17: "So it is with whole gradients: one that has begun is not interrupted.",
@@ -142,14 +142,14 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "Layer 0's gradient is sent between backward and forward, in any order.",
         3: "Backward hides all sends but one already; there is nothing left to hide.",
     },
-    # 16: 2 - 1/N nearly; all keys go to all ranks either way
+    # chapter 16: 2 - 1/N nearly; all keys go to all ranks either way
     "The busiest of four ranks, over the mean": {
         1: "Equal parts are not equal work: position i looks at i + 1 positions.",
     },
     "Forward, bytes that a ring sends over a gather's": {
         (0.25, 0.5): "Each rank's keys still reach every other rank, once.",
     },
-    # 17: measured, nearly the most possible; k / R
+    # chapter 17: measured, nearly the most possible; k / R
     "Choices of the busiest of 8 experts, k = 2": {
         12.5: "Nothing keeps the router fair, and who is chosen learns more.",
         100: "A token's two experts are different ones: one has half of the choices.",
@@ -159,7 +159,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "A gather sends each token to all four ranks; it needs two experts.",
         (0.33, 0.34): "That is one expert for each token; it has two.",
     },
-    # 18: 1 + 2 x 4 x 144 x 1,024 / 1,009,152
+    # chapter 18: 1 + 2 x 4 x 144 x 1,024 / 1,009,152
     "FLOPs of a token at 1,024 characters, over 6 N": {
         1: "That is all matrices; but each position is compared with 1,024 others.",
         (1.05, 1.1): "So it is with 64 characters; attention grows with their number.",
@@ -168,7 +168,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         (90, 100): "No product reaches that, and a step is not only products.",
         (75, 85): "So fast are large products alone; a step also waits and sends.",
     },
-    # 19: 50,700 hours / 16,384; the square root of 2 x 1 x 186 minutes
+    # chapter 19: 50,700 hours / 16,384; the square root of 2 x 1 x 186 minutes
     "Hours between two failures of 16,384 GPUs": {
         50_700: "So it is for one GPU; any of 16,384 stops the training.",
         (24, 170): "One failure stops all; 16,384 GPUs have 16,384 times the rate.",

@@ -431,10 +431,10 @@ def _nbytes(value: Any) -> int:
 
 
 def _unchanged(results: list[tuple[Any, Any]], got: Any, is_last: bool) -> bool:
-    """Return whether earlier results are as they were, and append `got` to them.
+    """Return whether earlier results are unchanged, and append `got` to them.
 
-    After every case that is the result before, after the last case all results: a
-    function may use one memory again for each size.
+    After each case only the previous result is compared, after the last case all: a
+    function may reuse its memory for results of the same size.
     """
     earlier = results if is_last else results[-1:]
     unchanged = all(equal_values(now, then) for now, then in earlier)

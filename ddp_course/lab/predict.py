@@ -131,7 +131,7 @@ def _read(text: str, unit: str) -> Fraction | int | str:
 
 
 def _amount(name: str, value: Any) -> float | None:
-    """Return a number that is 0 or more, or None. Raises TypeError, ValueError."""
+    """Return `value` as a number of 0 or more, or None; raise for anything else."""
     if value is None:
         return None
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:

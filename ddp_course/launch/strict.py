@@ -96,7 +96,7 @@ class StrictWork(dist._Work):
         self.value: Any = None  # the result of `action`
         self.error: BaseException | None = None
         self.for_future = False
-        self.late: list[int] = []  # the rank that it waits for, if any
+        self.late: list[int] = []  # the rank that this call waits for, if any
 
     def execute(self, broken: BaseException | None) -> BaseException | None:
         """Run the call unless an earlier one failed; return its error, or `broken`."""
@@ -347,7 +347,7 @@ class StrictGroup(dist.ProcessGroup):
 
         def action() -> Any:
             getattr(self.gloo, method)(*args).wait()
-            return args[0] if args else None  # DistributedDataParallel reads it
+            return args[0] if args else None  # PyTorch's DDP reads this result
 
         return self._call(text, every, action)
 
@@ -397,7 +397,7 @@ def run_program(path: str, *arguments: str) -> None:
         return first_group(NAME, *args, **options)
 
     def new_group(ranks=None, timeout=None, backend=None, *args: Any, **options: Any):
-        over = NAME if backend == "nccl" else backend  # a group over gloo remains so
+        over = NAME if backend == "nccl" else backend  # gloo groups stay gloo
         return later_group(ranks, timeout, over, *args, **options)
 
     c10d.init_process_group = dist.init_process_group = init_process_group

@@ -67,7 +67,7 @@ class Transcript:
         room = max(0, self.max_lines - before)
         name = f"[rank {rank:>{len(str(self.world_size - 1))}}]"
         shown = [f"{name} {_overwritten(line)}" for line in lines[:room]]
-        if before <= self.max_lines < self._lines[key]:  # once
+        if before <= self.max_lines < self._lines[key]:  # only once
             shown.append(f"{name} ... more than {self.max_lines} lines, not shown")
         if shown:
             to.write("\n".join(shown) + "\n")

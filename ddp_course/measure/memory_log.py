@@ -274,7 +274,7 @@ class Storages:
     def __init__(self) -> None:
         self.changes: list[tuple[float, str, list[Change]]] = []
         self._living: dict[int, Living] = {}  # by the address of the storage
-        self._count = 0  # the storages so far
+        self._count = 0  # the number of storages so far
         # A storage may end at any moment, on any thread, also while this code runs: its
         # end is only appended here, and processed before the next change.
         self._ends: deque[tuple[float, int]] = deque()

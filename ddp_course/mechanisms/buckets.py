@@ -35,7 +35,7 @@ class Bucket:
         offsets: the first element of each parameter in the bucket.
         numel: the number of elements of all parameters together.
         dtype, device: the type and device of all its gradients.
-        group: the `replicas` of its parameters: ranks that have them; None: all ranks.
+        group: the group of ranks that have these parameters; None: all ranks.
     """
 
     index: int

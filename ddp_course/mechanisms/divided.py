@@ -31,7 +31,7 @@ class PlainModel:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        """Describe a plain module, or the one that a divided module was before."""
+        """Describe a plain module, or what a divided module was before."""
         if isinstance(before := getattr(module, "plain", None), cls):
             return before
         names = {parameter: name for name, parameter in module.named_parameters()}

@@ -74,7 +74,7 @@ class BucketReducer:
     def without(self, bucket: LiveBucket, slot: Slot) -> None:
         """Fill the slot of a parameter that got no gradient in this pass.
 
-        With the gradient of earlier passes if there is one, else with zeros.
+        The slot gets the gradient of earlier passes if there is one, otherwise zeros.
         """
         if slot.parameter.grad is None:
             slot.view.zero_()

@@ -33,7 +33,7 @@ class RowServer(Server):
         super().__init__([table], optimizer, **options)
         self.table = table
         self.form = digest((table.shape[1], str(table.dtype)))
-        self.leaving, self.arrived = {}, {}  # no copies of the whole table per worker
+        self.leaving, self.arrived = {}, {}  # worker -> copies of some rows
         self.requested: dict[int, Tensor] = {}  # worker -> indices that it asks for
         self.pulled: dict[int, Tensor] = {}  # worker -> indices of the rows that it has
 

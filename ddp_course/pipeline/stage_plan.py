@@ -139,10 +139,10 @@ def _best(
     price: Callable[[int, int], Real],
     join: Callable[[Real, Real], Real],
 ) -> tuple[Real, list[int]]:
-    """Cut 0 to `count` into `parts` ranges; return the lowest price, and the ends.
+    """Return the cheapest cut of 0 to `count` into `parts` ranges: price and borders.
 
-    The best cut of 0 to `last` into k ranges is, for the best `first`, the best cut of
-    0 to `first` into k - 1 ranges and the range from `first` to `last`.
+    The best cut of 0 to `last` into k ranges is the best cut of 0 to some `first` into
+    k - 1 ranges, and the range from `first` to `last`; all values of `first` are tried.
     """
     best = {last: (price(0, last), [0, last]) for last in range(1, count + 1)}
     for k in range(2, parts + 1):

@@ -43,7 +43,7 @@ from ddp_course.theory.pipeline import pipeline_activations
 # Numbers that a layer reads and writes per token and channel, outside of products: two
 # norms (4), two residual sums (6), the MLP's activation, four times as wide (8), and
 # biases, rotations of q and k, dropout (4).
-WHOLE, DIVIDED = 10, 12  # without sequence parallelism each rank of tp does the first
+WHOLE, DIVIDED = 10, 12  # WHOLE: done by each rank of tp, without sequence parallelism
 SCORES = 13  # bytes read and written per score, if attention is not fused
 LOGITS = 20  # bytes read and written per logit, in float32
 MEMORY_REACHED = 0.85  # share of the memory's bytes/s
@@ -177,8 +177,9 @@ def predict(
     hidden = tokens * w.hidden * software.number
 
     sent, parts = {}, {"compute": microbatches * work}
-    # two all-reduces for each half of a layer, one after the embedding, one below the
-    # output matrix
+    # Each half of a layer has two all-reduces, one in forward and one in backward (and
+    # one more if it is recomputed). The embedding has one in forward, the output matrix
+    # one in backward.
     calls = (6 if c.recompute == "full" else 4) * layers + (2 if c.pp == 1 else 1)
     once, sent["tp"] = _all_reduce(cluster, hidden, c.tp, 1)
     tp = calls * once

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ddp_course.gpt_config import GPTConfig, check_dense
 
-HEAD = 128  # channels of a head, if nothing else is said
+HEAD = 128  # channels of a head, by default
 ASPECT = 100  # hidden / layers of many published models: GPT-3 128, Llama 3 70B 102
 
 

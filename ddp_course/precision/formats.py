@@ -26,8 +26,8 @@ class Format:
     """A format of floating-point numbers: a sign, and `exponent` and `fraction` bits.
 
     Attributes:
-        has_inf: whether the largest exponent is reserved for inf and nan. If not, it
-            has normal numbers, and its last code is nan.
+        has_inf: whether the largest exponent is reserved for inf and nan. If not, this
+            exponent has normal numbers, too, and only its last code is nan.
         dtype: PyTorch's type with this format; None if there is none.
     """
 

@@ -82,7 +82,7 @@ class ParallelLayer(nn.Module):
     `CUTS` says along which dimension each is cut, or None if every rank has all of it.
 
     Args:
-        full: the same on all ranks; it stays as it is.
+        full: the full layer, equal on all ranks; it is not changed.
         group: the ranks that share the layer, or an exchange between them.
 
     Raises ValueError if a parameter cannot be cut into equal parts.

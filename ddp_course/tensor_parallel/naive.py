@@ -81,7 +81,7 @@ class NaiveColumnLinear(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply with the own columns."""
+        """Multiply `x` by this rank's columns, and gather all ranks' columns."""
         y = F.linear(SumGradients.apply(x, self.group), self.weight, self.bias)
         return GatherColumns.apply(y, self.group)
 
@@ -100,7 +100,7 @@ class NaiveRowLinear(nn.Module):
         self.group, self.n, self.rank = group, n, rank
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply with the own rows."""
+        """Multiply this rank's part of `x` by its rows, and sum over the ranks."""
         own = SumGradients.apply(x, self.group).chunk(self.n, dim=-1)[self.rank]
         return SumOutputs.apply(F.linear(own, self.weight), self.group) + self.bias
 

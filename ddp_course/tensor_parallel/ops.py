@@ -95,7 +95,7 @@ def split_to_group(x: Tensor, dim: int, group: Group = None) -> Tensor:
 
 
 def gather_from_group(x: Tensor, dim: int, group: Group = None) -> Tensor:
-    """Return all ranks' parts joined along `dim`; in backward, take the own part."""
+    """Return all ranks' parts joined along `dim`; backward keeps this rank's part."""
     return Exchanged.apply(x, exchange_of(group), dim, _all_gather, _own_part)
 
 

@@ -112,7 +112,7 @@ class VocabParallelCrossEntropy(Function):
         counts: Tensor,
         group: MessageExchange,
     ) -> Tensor:
-        """Agree on the maximum; then on the sum and the target's logit, together."""
+        """Return the losses: all-reduce the maximum, then sums and targets' logits."""
         like = logits if logits.dtype == torch.float64 else logits.float()
         largest = group.buffer(targets.shape, like)
         torch.amax(like, 1, out=largest)

@@ -31,8 +31,8 @@ def gradients_per_second(way: str, seconds: Sequence[float], spare: int = 0) -> 
 
     Args:
         way: one of WAYS.
-        seconds: of each worker for one gradient.
-        spare: how many workers a step with backups does not wait for.
+        seconds: the seconds that each worker takes for one gradient.
+        spare: the number of workers that a step with backups does not wait for.
 
     Raises ValueError for a value that is not allowed here. Chapter 13.
     """

@@ -75,7 +75,7 @@ class ComposedRank:
             the rank's parameters are one buffer; with stage 3, each unit is one.
         precision: as for `model_states`; the optimizer is AdamW.
         cp: ranks that share each sequence.
-        attention: one of `spec.ATTENTION`: how keys and values reach them.
+        attention: one of `spec.ATTENTION`: how keys and values reach the ranks of cp.
 
     Raises ValueError for a value that is not allowed here.
     """

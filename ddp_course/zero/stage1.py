@@ -98,7 +98,7 @@ class Zero1(Optimizer):
         names = names_of(self.param_groups)
         new = {names[p]: p for group in groups for p in group["params"]}
         for parameter in new.values():
-            if not parameter.requires_grad:  # it is in no row
+            if not parameter.requires_grad:  # a frozen parameter is in no row
                 self.broadcast(parameter, getattr(parameter, "replicas", None))
         for bucket in shard_plan(new.items(), self.world_size, self.bucket_cap_mb):
             self.lay_in_a_row(bucket, new)

@@ -162,7 +162,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         self.in_flight: Unit | None = None  # the unit whose gradients are being summed
         self.span: Callable[..., AbstractContextManager] = no_span
         keeps = {True: (), None: (self.root,), False: self.units}
-        self.stay = keeps[reshard_after_forward]  # not freed after forward
+        self.stay = keeps[reshard_after_forward]  # units not freed after forward
         self.order = Order([unit.plan.index for unit in self.units[1:]], prefetch)
 
     def _place_pieces(self) -> None:
@@ -300,14 +300,14 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Raise ShardedError: it could be the whole state or this rank's part."""
+        """Raise ShardedError: callers could expect the whole state or a shard."""
         raise ShardedError(
             "state_dict() could be the whole state or this rank's part: call "
             "full_state_dict(), or zero.sharded_checkpoint.save(folder, ...)"
         )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ShardedError: it could be the whole state or this rank's part."""
+        """Raise ShardedError: callers could pass the whole state or a shard."""
         raise ShardedError(
             "load_state_dict() could mean the whole state or this rank's part: call "
             "load_full_state_dict(state), or zero.sharded_checkpoint.load(folder, ...)"

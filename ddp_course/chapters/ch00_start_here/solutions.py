@@ -1,4 +1,4 @@
-"""Chapter 00."""
+"""Solutions of the exercises of chapter 00."""
 
 import torch.distributed as dist
 from torch import Tensor

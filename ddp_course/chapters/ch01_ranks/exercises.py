@@ -17,7 +17,7 @@ from ddp_course.launch import Topology, here
 
 CLUSTERS = ((3, 4), (2, 3), (3, 2), (1, 4), (5, 1), (1, 1))
 SHAPES = f"{len(CLUSTERS)} clusters and some of a large one"
-LARGE = (300, 24)  # its ranks do not fit into a byte
+LARGE = (300, 24)  # a cluster with more ranks than a byte can number
 SOME = (23, 24, 127, 128, 256, 2049, 7199)  # ranks of the large cluster
 PLACES = [(p, p.topology) for it in CLUSTERS for p in Topology(*it).places()]
 PLACES += [(Topology(*LARGE).place(rank), Topology(*LARGE)) for rank in SOME]
@@ -173,7 +173,7 @@ def _watched(node_group: Callable) -> Iterator[None]:
     new_group = dist.new_group
 
     def in_step(ranks: list[int] | None = None, *args: Any, **options: Any) -> Any:
-        if not options.get("use_local_synchronization"):  # only members call
+        if not options.get("use_local_synchronization"):  # with it, only members call
             _same(f"called `new_group({ranks})`")
         return new_group(ranks, *args, **options)
 

@@ -1,4 +1,4 @@
-"""Chapter 01."""
+"""Solutions of the exercises of chapter 01."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Chapter 02."""
+"""Solutions of the exercises of chapter 02."""
 
 import torch
 import torch.distributed as dist

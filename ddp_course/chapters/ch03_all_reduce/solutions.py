@@ -1,4 +1,4 @@
-"""Chapter 03."""
+"""Solutions of the exercises of chapter 03."""
 
 import torch
 import torch.distributed as dist

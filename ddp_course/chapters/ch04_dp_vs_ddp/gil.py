@@ -12,12 +12,12 @@ and four ways to run n replicas, each on a batch of its own:
 
     one after another     one thread of one process: the work as such
     threads               `parallel_apply`: n threads of one process
-    DataParallel          the same and all around it: cutting, copying, joining
+    DataParallel          the same, and cutting, copying and joining
     processes             n processes with one replica each
 
-Only forward is measured, without gradients: of CPU replicas, autograd runs the backward
-in one thread, whoever has the GIL. Source: "global interpreter lock" in the glossary of
-Python's documentation. Explained in chapter 04.
+Only forward is measured, without gradients: autograd runs the backward of all CPU
+replicas in one thread, even without the GIL. Source: "global interpreter lock" in the
+glossary of Python's documentation. Explained in chapter 04.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class Timing:
 def threads_against_processes(replicas: int = 2, turns: int = 15) -> list[Timing]:
     """Measure both models in all four ways; return eight `Timing`s.
 
-    One launch of `replicas` ranks with a thread each. In every turn each way is run
-    once, and every turn begins with another, so that whatever else the machine does
-    meets all of them. In the ways of one process the other ranks wait. Chapter 04.
+    Launches `replicas` ranks with one thread each. Every turn runs each way once, and
+    begins with a different one, so that other programs disturb all ways alike. While a
+    way uses one process, the other ranks wait. Chapter 04.
     """
     check_count("replicas", replicas)
     check_count("turns", turns)

@@ -1,4 +1,4 @@
-"""Chapter 04."""
+"""Solutions of the exercises of chapter 04."""
 
 import torch
 import torch.distributed as dist

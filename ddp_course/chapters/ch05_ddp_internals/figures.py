@@ -26,10 +26,10 @@ def buckets(
 ) -> Drawing:
     """Draw which parameter of the GPT `preset` is in which bucket, and what is sent.
 
-    A line for each layer, the one that backward reaches first on top; widths in
-    proportion to bytes, but for the tiny ones. Below, the buckets as they are sent.
-    Caps are in MiB. Raises ValueError for an unknown preset and a cap of 0 or less.
-    Chapter 05.
+    Each layer has a line; the layer that backward reaches first is on top. Widths are
+    proportional to bytes, except those of tiny parameters. Below are the buckets as
+    they are sent. Caps are in MiB. Raises ValueError for an unknown preset and a cap of
+    0 or less. Chapter 05.
     """
     check_choice("the preset", preset, PRESETS)
     with torch.device("meta"):  # shapes, and no numbers

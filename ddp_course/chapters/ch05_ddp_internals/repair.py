@@ -36,19 +36,19 @@ class Run:
     """Record of what one rank did in one call of the script."""
 
     local_rank: int
-    rows: list[int] = field(default_factory=list)  # numbers, in the order of training
-    held_out: list[int] = field(default_factory=list)  # numbers of evaluated rows
+    rows: list[int] = field(default_factory=list)  # rows, by number, as trained
+    held_out: list[int] = field(default_factory=list)  # row numbers that were evaluated
     switched_off: int = 0  # neurons that dropout switched off in the evaluation
     masks: list[Tensor] = field(default_factory=list)  # dropout masks, by batch
     own: list[Tensor] = field(default_factory=list)  # gradient of each batch's mean
     used: list[Tensor] = field(default_factory=list)  # gradient in each `step()`
-    states: list[int] = field(default_factory=list)  # parameters with states before it
+    states: list[int] = field(default_factory=list)  # number that each step found
     begin: Tensor | None = None  # weights in the first training forward
-    end: Tensor | None = None  # weights at last
-    gpus: set[int] = field(default_factory=set)  # that tensors were put on
-    model: set[int | None] = field(default_factory=set)  # that the weights lie on
-    loaded: set[int] = field(default_factory=set)  # that a file's tensors were put on
-    files: list[str] = field(default_factory=list)  # that this rank wrote
+    end: Tensor | None = None  # final weights
+    gpus: set[int] = field(default_factory=set)  # GPUs that tensors were put on
+    model: set[int | None] = field(default_factory=set)  # GPUs with the weights
+    loaded: set[int] = field(default_factory=set)  # GPUs that a file's tensors went to
+    files: list[str] = field(default_factory=list)  # files that this rank wrote
     result: Any = None
     loss: float = 0.0  # the mean loss of all held-out rows, with the last weights
 
@@ -195,7 +195,7 @@ def wrong_loads(runs: Sequence[Run]) -> str:
 
 
 def wrong_rows(runs: Sequence[Run]) -> str:
-    """Describe an epoch in which the ranks do not meet every row once."""
+    """Describe an epoch in which the ranks do not read each row once."""
     every = range(ROWS * len(runs))
     for epoch in range(EPOCHS[0]):
         seen = Counter(k for run in runs for k in epochs_of(run)[epoch])
@@ -217,7 +217,7 @@ def epochs_of(run: Run) -> list[list[int]]:
 
 
 def wrong_orders(ranks: list[list[Run]]) -> str:
-    """Describe two epochs in which a rank meets its rows in one order."""
+    """Describe two epochs in which a rank reads its rows in the same order."""
     for rank, (first, second) in enumerate(ranks):
         epochs = [*epochs_of(first), second.rows]
         for a, b in combinations(range(len(epochs)), 2):
@@ -311,7 +311,7 @@ def wrong_evaluation(runs: Sequence[Run]) -> str:
 
 
 def wrong_resume(first: Sequence[Run], second: Sequence[Run]) -> str:
-    """Describe how a second call does not go on where the first one ended."""
+    """Return a text that says where a second call did not resume the first one."""
     for rank, run in enumerate(second):
         if len(run.rows) != ROWS:
             return (

@@ -1,4 +1,4 @@
-"""Chapter 05."""
+"""Solutions of the exercises of chapter 05."""
 
 import os
 from collections.abc import Callable

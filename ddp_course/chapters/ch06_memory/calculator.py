@@ -45,13 +45,13 @@ def memory_calculator(
         model: a name in `theory.MODELS`, or a number of parameters; then nothing
             is known of activations and of what stage 3 gathers.
         optimizer, precision: names as for `theory.model_states`.
-        gpus: how many there are.
-        memory_gb: of one GPU, in 10^9 bytes.
-        stage: 0 (DDP) to 3: which one is spelled out below, None for none.
+        gpus: the number of GPUs.
+        memory_gb: the memory of one GPU, in 10^9 bytes.
+        stage: the stage that is spelled out below, 0 (DDP) to 3; None for none.
         batch: rows of a microbatch on one GPU.
         recompute: "none", "selective" or "full".
 
-    Raises ValueError for a value outside of what is said here.
+    Raises ValueError for any other value.
     """
     known = _model(model)
     if stage is not None:
@@ -111,7 +111,7 @@ def _draw(
         y = TOP + ROW * stage - (ROW - BAR) / 2
         d.rect(4, y, WIDTH - 8, ROW, fill=PANEL, stroke=PANEL_EDGE, radius=6)
     d.line((x, TOP - 6), (x, below - 4), stroke=PANEL_EDGE)
-    d.line((line, TOP - 8), (line, below), stroke_width=2, dashed=True)  # behind all
+    d.line((line, TOP - 8), (line, below), stroke_width=2, dashed=True)  # below bars
     d.text(line, TOP - 13, f"a GPU: {Unit.of(memory)(memory)}", size=11, bold=True)
     for i, row in enumerate(rows):
         y, right = TOP + i * ROW, WIDTH - MARGIN

@@ -232,7 +232,7 @@ def check_largest_batch(answer: Answer) -> str:
 
 @cache
 def measured_rows(config: GPTConfig) -> tuple[int, int]:
-    """Return the bytes kept at the end of forward: always, and for each row."""
+    """Return the bytes kept at the end of forward: of any batch, and of each row."""
     one, two = (_kept_by_forward(config, rows) for rows in (1, 2))
     return 2 * one - two, two - one
 

@@ -1,4 +1,4 @@
-"""Chapter 06."""
+"""Solutions of the exercises of chapter 06."""
 
 from collections.abc import Callable, Iterable
 

@@ -408,7 +408,7 @@ def _parts(units: list[int], activations: int, ranks: int) -> dict[str, int]:
 
 
 def _needs(units: list[int], activations: int, ranks: int) -> str:
-    """Write the bytes of a rank, in all and part by part."""
+    """Return a text with the bytes of a rank: in total, and part by part."""
     parts = _parts(units, activations, ranks)
     terms = " + ".join(f"{nbytes:,} ({name})" for name, nbytes in parts.items())
     return f"{sum(parts.values()):,} = {terms}"

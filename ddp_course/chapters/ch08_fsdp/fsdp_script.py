@@ -136,7 +136,7 @@ def build_model() -> nn.Module:
 
 @torch.no_grad()
 def first_numbers(named_parameters: Iterable[tuple[str, Tensor]], rank: int) -> None:
-    """Fill this rank's shards; each rank throws its own dice for its own rows."""
+    """Fill this rank's shards; each rank draws random numbers for its own rows."""
     torch.manual_seed(rank)
     for name, parameter in named_parameters:
         shard = parameter.to_local()

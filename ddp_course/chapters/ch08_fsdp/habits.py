@@ -1,7 +1,7 @@
 """A table of facts: which uses of a wrapped model each strategy supports.
 
-Each entry is run by `tests/mechanisms/test_guards.py`, PyTorch's two columns too, which
-are what torch 2.13 does on the CPU.
+`tests/mechanisms/test_guards.py` runs every entry. PyTorch's two columns show what
+torch 2.13 does on the CPU.
 """
 
 from __future__ import annotations

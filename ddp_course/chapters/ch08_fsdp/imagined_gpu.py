@@ -1,4 +1,4 @@
-"""A GPU that is imagined: its matrices take a time that one can compute. Chapter 08."""
+"""An imagined GPU: a formula says how long its matrix products take. Chapter 08."""
 
 import time
 from typing import Any

@@ -90,7 +90,7 @@ def _stepped(fsdp: nn.Module) -> Trained:
 
 
 def seconds_by_formula(on_the_gpu: float, bandwidth: float) -> dict[str, float]:
-    """Return the seconds of a step in each way but the first, by `theory`.
+    """Return the seconds that `theory` predicts for a step, by way, without the first.
 
     Args:
         on_the_gpu: measured seconds of a step with everything on the device; a third of

@@ -1,4 +1,4 @@
-"""Chapter 08."""
+"""Solutions of the exercises of chapter 08."""
 
 from collections.abc import Callable
 from typing import Any

@@ -13,7 +13,7 @@ from ddp_course.chapters.ch09_tensor_parallel.matrix_cut import (
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import MUTED
 
-ROWS, INNER, COLUMNS, RANKS = 4, 4, 8, 2  # small: every number is a cell
+ROWS, INNER, COLUMNS, RANKS = 4, 4, 8, 2  # small enough to draw every number
 MARGIN, LONGEST, TOP, PANEL_GAP, FOOT = 16, 88, 46, 46, 40
 SAYS = {
     "column": "By column: each rank computes some columns of Y; nothing is added",

@@ -181,9 +181,9 @@ def cut_product(
 # ---- drawn ---------------------------------------------------------------------------
 
 MARGIN, NAME_W, GAP, HEADER = 16, 66, 18, 56
-NEXT = 14  # pixels between two lines
+NEXT = 14  # pixels from one line of text to the next
 LONGEST = {1: 120, 2: 120, 4: 92, 8: 62}  # pixels of the longest side, by ranks
-CELLS = 16  # up to so many rows and columns, every number is a cell
+CELLS = 16  # up to this many rows and columns, every number is drawn as a cell
 SYMBOL_W, MESSAGE_W = 26, 26
 IN_WORDS = {
     "whole": "on all ranks",
@@ -262,7 +262,7 @@ class CutPicture:
         self.height = len(self.lines) * (self.line + NEXT) - NEXT
 
     def side(self, numbers: int) -> float:
-        """Return the pixels of a side of so many numbers."""
+        """Return the length in pixels of a matrix side with this many numbers."""
         share = numbers / self.most
         if self.most > CELLS:
             share = 0.12 + 0.88 * math.sqrt(share)

@@ -1,4 +1,4 @@
-"""Chapter 09."""
+"""Solutions of the exercises of chapter 09."""
 
 from collections.abc import Callable
 from typing import Any

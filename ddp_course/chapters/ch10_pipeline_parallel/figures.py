@@ -21,7 +21,7 @@ STAGE_W, STAGE_H, STAGE_GAP = 132, 40, 44
 def staircase() -> Drawing:
     """Draw a model on four ranks, and a batch that passes it whole, or in four parts.
 
-    Both on one axis: the batch takes every stage as long, whether it is cut or not.
+    Both drawings share an axis: a stage needs the same time for the batch, cut or not.
     Chapter 10.
     """
     times = Costs(*[MICROBATCHES] * 3)  # F, I and W of a whole batch
@@ -72,7 +72,7 @@ def bubble_curve(
 
     `measured` maps a number of ranks p to {number of microbatches m: share of time}; a
     p without points is a curve alone. `formula` is called with p and m, for m from 1 to
-    `most`. Raises ValueError for what is no share.
+    `most`. Raises ValueError for a value that is no share.
     """
     for p, points in measured.items():
         for m, share in points.items():

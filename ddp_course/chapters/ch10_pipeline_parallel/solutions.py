@@ -1,4 +1,4 @@
-"""Chapter 10."""
+"""Solutions of the exercises of chapter 10."""
 
 from collections.abc import Callable
 from functools import cache
@@ -17,12 +17,12 @@ def my_gpipe(num_stages: int, num_microbatches: int, rank: int) -> list[str]:
 
 
 def my_cut(costs: list[float], num_stages: int) -> list[int]:
-    """Return how many layers each stage has, with the smallest dearest stage."""
+    """Return the layers per stage with which the most expensive stage costs least."""
     before = list(accumulate(costs, initial=0))  # the cost of the first k layers
 
     @cache
     def best(first: int, stages: int) -> tuple[float, list[int]]:
-        """Cut the layers from `first` on: (cost of the dearest stage, sizes)."""
+        """Return (cost of the worst stage, sizes) of the best cut from `first` on."""
         last = len(costs) - stages + 1  # one layer at least for each of the others
         if stages == 1:
             return before[-1] - before[first], [len(costs) - first]

@@ -1,7 +1,7 @@
 """One step in two orders, on one axis of time. Chapter 11.
 
-The first order and the last one of the chapter, without the numbers that its reader is
-asked to predict of the orders between them.
+The figure shows the first and the last order of the chapter. It omits the numbers of
+the other orders, which readers are asked to predict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chapter 11."""
+"""Solutions of the exercises of chapter 11."""
 
 
 def my_one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[str]:
@@ -17,7 +17,7 @@ def my_one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[str
 
 
 def place_weights(row: list[str], rank: int) -> list[str]:
-    """Return the row with a W for each I, `rank` of them behind."""
+    """Return the row with a W for each I; at most `rank` W's are postponed."""
     placed, due = [], []
     for action in row:
         placed.append(action)

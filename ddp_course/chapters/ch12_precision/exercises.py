@@ -298,7 +298,7 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
 def _gradients(d: Draw) -> list[Tensor]:
     """Return one to three gradients, some empty; later also none on some rank.
 
-    In one case they are so large that whoever sends them is seen by the bytes.
+    In one case they are so large that the byte count shows whether a rank sends them.
     """
     shapes = [(2,), (1,), (3,), (0,), (2, 3)][: 3 if d.case < 2 else 5]
     if d.case == 3:

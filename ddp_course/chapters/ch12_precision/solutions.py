@@ -31,7 +31,7 @@ def master_step(parameters: list[Tensor], masters: list[Tensor], lr: float) -> N
 def next_scale(
     scale: float, clean: int, found: bool, interval: int
 ) -> tuple[float, int]:
-    """Halve and begin to count anew, or count, and double when enough were clean."""
+    """Halve the scale after an inf; double it after enough clean steps in a row."""
     if found:
         return scale / 2, 0
     if clean + 1 == interval:
@@ -46,7 +46,7 @@ def agreed_step(
     max_norm: float,
     lr: float,
 ) -> bool:
-    """Divide by the scale; all-reduce the sum of squares, which is inf if any is."""
+    """Unscale, clip and step, unless the all-reduced sum of squares is inf or nan."""
     squares = torch.zeros(1, dtype=torch.float64)
     gradients = [gradient / scale for gradient in gradients]
     for gradient in gradients:

@@ -74,7 +74,7 @@ def check_my_staleness(answer: Answer) -> str:
     def draw(d: Draw) -> tuple[Record]:
         if d.case < len(named):
             return (list(named[d.case][1]),)
-        # as long as those of the chapter: 3,000 steps
+        # The last record is as long as the chapter's: 3,000 steps.
         return (_record(d, 3000 if d.case == CASES - 1 else None),)
 
     def why(case: Case) -> str:
@@ -250,7 +250,7 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
     store = dist.distributed_c10d._get_default_store()
     for number, (shape, dtype, lr) in enumerate(SERVED):
         others = [worker for worker in range(1, n) if worker != SLOW]
-        # One after the other: what each should get is known.
+        # Workers push one after the other, so the weights that each gets are known.
         order = [worker for worker in others for _ in range(TURNS)] + [SLOW]
         after = _weights_after(number, lr, order)
         case = f"{len(order)} pushes, lr {lr:g}"

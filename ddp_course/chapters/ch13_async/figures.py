@@ -64,8 +64,8 @@ def timelines(
 ) -> Drawing:
     """Draw the events of workers up to time `long`, for each record by its title.
 
-    `unit` is how many of the axis' units a record's second has, such as 1000 for ms. A
-    worker computes from a pull to the push that follows, and waits from there.
+    `unit` converts a record's seconds to the axis: 1000 for ms. A worker computes from
+    a pull to the push that follows, and then waits until the next pull.
     """
     runs = []
     for name, record in records.items():
@@ -100,8 +100,8 @@ def twice(
 ) -> Drawn:
     """Draw losses over updates, and the same losses over time beside them.
 
-    Of each run (updates so far, time so far, loss), in this order; the unit of time is
-    a fast worker's gradient. Raises ValueError for no run, or more than four.
+    Each run is a list of (updates so far, time so far, loss); the unit of time is a
+    fast worker's gradient. Raises ValueError for no run, or more than four.
     """
     if not 1 <= len(losses) <= len(LOOKS):
         raise ValueError(f"{len(losses)} runs; 1 to {len(LOOKS)} can be told apart")

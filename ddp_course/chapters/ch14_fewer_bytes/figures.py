@@ -112,8 +112,8 @@ def drift(
 ) -> Drawn:
     """Draw how far each replica is from the mean of all, step by step.
 
-    `distances[step][rank]`, measured after each step and before any average; the
-    replicas are averaged after every `every` steps, where a line stands.
+    `distances[step][rank]` is measured after each step, before any average. The
+    replicas are averaged after every `every` steps, which a vertical line shows.
     """
     figure, axes = canvas((7, 3.2))
     steps = range(1, len(distances) + 1)
@@ -132,9 +132,10 @@ def drift(
 
 @plot
 def worth(curves: Mapping[str, Sequence[tuple[float, float]]], base: str) -> Drawn:
-    """Draw losses over bytes: name -> (bytes that a rank has sent so far, loss), ....
+    """Draw losses over bytes.
 
-    `base` is drawn broad. Raises KeyError for another.
+    `curves` maps a name to pairs (bytes that a rank has sent so far, loss). The curve
+    `base` is drawn broad; raises KeyError if no curve has this name.
     """
     figure, axes = canvas((7.2, 5.2))
     ends = {name: curve[-1] for name, curve in curves.items()}
@@ -157,9 +158,10 @@ def worth(curves: Mapping[str, Sequence[tuple[float, float]]], base: str) -> Dra
 def over_time(
     links: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], base: str
 ) -> Drawn:
-    """Draw losses over time, a panel a link: link -> name -> (seconds, loss), ....
+    """Draw losses over time, in a panel for each link.
 
-    Names stand at the ends of their curves, and `base` is drawn broad.
+    `links` maps a link to {name: pairs (seconds, loss)}. Names stand at the ends of
+    their curves, and the curve `base` is drawn broad.
     """
     size = (7.2, 2.6 * len(links))
     figure, panels = canvas(size, nrows=len(links), squeeze=False)
@@ -181,7 +183,7 @@ def over_time(
 
 
 def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
-    """Move names up and down, until no two are nearer to each other than `gap`."""
+    """Return heights of names, moved until no two are nearer than `gap`."""
     names = sorted(at, key=at.get)
     up = accumulate(map(at.get, names), lambda below, y: max(y, below + gap))
     down = accumulate(map(at.get, names[::-1]), lambda above, y: min(y, above - gap))
@@ -189,7 +191,7 @@ def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
 
 
 def _looks(names: Iterable[str], base: str) -> Iterator[dict[str, Any]]:
-    """Yield a look for each: fewer numbers are dashed, fewer steps dotted."""
+    """Yield line styles: dashed if fewer numbers are sent, dotted if in fewer steps."""
     dashes = {"topk": (5, 2), "powersgd": (5, 2), "local": (1, 1.5), "diloco": (1, 1.5)}
     for k, name in enumerate(names):
         own = next((d for start, d in dashes.items() if name.startswith(start)), None)

@@ -60,7 +60,7 @@ def losses(method: str, seed: int, steps: int = STEPS, preset: Any = GPT) -> lis
         return model(*(shard(t, rank, RANKS) for t in batch))[1]
 
     if method in LOCAL:
-        kind = LOCAL[method] or partial(LocalSGD, warmup=steps)  # endless warm-up: DDP
+        kind = LOCAL[method] or partial(LocalSGD, warmup=steps)  # always warm-up: DDP
 
         def wrap(model: nn.Module) -> LocalSGD:
             return kind(AdamW(model.parameters(), LR), model, EVERY)
@@ -70,7 +70,7 @@ def losses(method: str, seed: int, steps: int = STEPS, preset: Any = GPT) -> lis
 
 
 def compressed(method: str, model: nn.Module, loss: Callable, steps: int) -> list:
-    """Train by compressed gradients, with one model: all ranks have the same."""
+    """Return the losses with compressed gradients; all ranks share one model."""
     optimizer, losses = AdamW(model.parameters(), LR), []
     ranks, parameters = compressors(method), list(model.parameters())
     for step in range(steps):
@@ -137,7 +137,7 @@ class Way:
     encode: float
 
     def seconds(self, bandwidth: float) -> float:
-        """Return how long a step takes on links of so many bytes/s, all in turn."""
+        """Return the seconds of a step on links of this bandwidth, without overlap."""
         return self.compute + self.encode + self.bytes / bandwidth
 
     def loss_at(self, step: int) -> float:
@@ -152,7 +152,7 @@ class Way:
 def ways() -> dict[str, Way]:
     """Return every method by name, DDP first."""
     rows, found = stored()["methods"], {}
-    compute = min(row["compute"] for row in rows.values())  # the same for all
+    compute = min(row["compute"] for row in rows.values())  # the same for all methods
     for name, row in rows.items():
         curve = [fmean(each) for each in zip(*row["losses"].values(), strict=True)]
         encode = 0.0 if name in LOCAL else row["encode"]

@@ -35,9 +35,9 @@ def steps(
 ) -> Drawing:
     """Draw steps below each other, on one axis of time: what is computed, and sent.
 
-    Numbers are layers. `unit` is how many of the axis' units one of the steps' units
-    has, such as 1000 for seconds in ms; with `path` a third lane has what holds the
-    step up. Raises ValueError for no step.
+    Numbers are layers. `unit` converts the steps' times to the axis: 1000 for seconds
+    to ms. With `path` a third lane shows the critical path. Raises ValueError for no
+    step.
     """
     if not simulated:
         raise ValueError("there are no steps; at least one must be drawn")
@@ -75,7 +75,7 @@ def step(
 ) -> Drawing:
     """Draw a step of four layers: 1 forward, 2 backward, `send` on the link.
 
-    `policy` is one of POLICIES; `piece` and `credit` are priority's. Chapter 15.
+    `policy` is one of POLICIES; "priority" uses `piece` and `credit`. Chapter 15.
     """
     ways = (WAIT_FOR_ALL, FIFO, priority(piece, credit))
     layers = [Layer(1, 2, send)] * len(LAYERS)

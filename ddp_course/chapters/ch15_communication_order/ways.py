@@ -46,9 +46,9 @@ COMPRESSED = (  # name, method, bytes of its memory for each parameter, take it 
 def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
     """Return the table of `config` on so many GPUs, with `rows` in each step.
 
-    GB are decimal, states in mixed precision if nothing else is said; activations are
-    not counted. A step sends along all axes; the busiest rank's is shown. Raises
-    ValueError for what does not divide. Chapter 15.
+    GB are decimal. States are in mixed precision unless a row says otherwise;
+    activations are not counted. The bytes of a step are those of the busiest rank,
+    along all axes. Raises ValueError for sizes that an axis cannot divide. Chapter 15.
     """
     lines = [f"| {' | '.join(HEAD)} |", "|:--|:--|--:|--:|:--|:--|"]
     for name, chapter, keeps, sends, *words in _rows(config, gpus, rows):

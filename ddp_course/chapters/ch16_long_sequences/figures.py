@@ -6,7 +6,7 @@ from ddp_course.context_parallel.assignment import Positions, assign, pairs
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, darker, rank_color
 
-LENGTH, CELL = 16, 11  # positions of the drawn mask; pixels of one
+LENGTH, CELL = 16, 11  # positions of the drawn mask; pixels per position
 MARGIN, BAR = 12, 20
 STEPS_W, STEPS_H, BLOCK_W, BLOCK_H = 132, 74, 86, 30
 

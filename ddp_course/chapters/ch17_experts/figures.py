@@ -14,7 +14,7 @@ from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, darker, rank_color
 CHOICES = ((2, 0, 3, 1), (0, 2, 0, 1), (3, 2, 0, 2), (1, 0, 3, 2))  # by rank and token
 MARGIN, BOX, STEP, ROW, TOP = 12, 22, 26, 58, 78
 COLUMNS = (78, 292, 536)  # x of tokens, experts, and tokens again
-TOKENS, EXPERTS, K, RANKS = 64, 8, 2, 4  # as the loads are drawn
+TOKENS, EXPERTS, K, RANKS = 64, 8, 2, 4  # for the drawing of loads
 BAR, BARS, LEFT, BASE = 30, 120, 46, 190  # width and height of bars; x and y of 0
 
 
@@ -63,7 +63,7 @@ def popular(skew: float) -> list[int]:
     A token chooses an expert once at most, so no expert has more than all tokens.
     """
     found = [0] * EXPERTS
-    for _ in range(TOKENS * K):  # to whom most is missing
+    for _ in range(TOKENS * K):  # to the expert that lacks most
         missing = {
             e: skew**-e / (found[e] + 1) for e in range(EXPERTS) if found[e] < TOKENS
         }
@@ -114,9 +114,9 @@ def work(skew: float = 1.5, factor: float | None = None) -> Drawing:
 
 @plot
 def load_map(shares: Mapping[str, Tensor]) -> Drawn:
-    """Draw the share of each expert in every step, black for the most possible.
+    """Draw the share of each expert in every step, black for the largest possible.
 
-    Maps a name to (steps, E): shares of all choices in percent.
+    `shares` maps a name to (steps, E): percentages of all choices.
     """
     figure, axes = canvas((8.5, 2.6), ncols=len(shares), sharey=True)
     words = []

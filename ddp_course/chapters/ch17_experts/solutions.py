@@ -40,7 +40,7 @@ def my_auxiliary_loss(scores: Tensor, chosen: Tensor) -> Tensor:
     num_experts = scores.shape[1]
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)
     dist.all_reduce(counts)
-    tokens = counts.sum() / chosen.shape[1]  # all ranks have
+    tokens = counts.sum() / chosen.shape[1]  # on all ranks together
     means = scores.softmax(-1).sum(0) / tokens  # this rank's part
     return num_experts * (counts / counts.sum() * means).sum()
 
@@ -48,7 +48,7 @@ def my_auxiliary_loss(scores: Tensor, chosen: Tensor) -> Tensor:
 def my_two_averages(
     dense: list[Tensor], experts: list[Tensor], replicas: dist.ProcessGroup
 ) -> None:
-    """Add up over those who have the same parameters; divide by all ranks."""
+    """Sum over the ranks with the same parameters; divide by the world size."""
     for gradients, group in ((dense, None), (experts, replicas)):
         for gradient in gradients:
             dist.all_reduce(gradient, group=group)

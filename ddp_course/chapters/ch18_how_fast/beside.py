@@ -40,9 +40,9 @@ def counted_flops(
 
 
 def seconds_of(function: Callable[[], object], times: int = 5) -> float:
-    """Return the least of some processor times of a call, in seconds, after one more.
+    """Return the least processor time of `times` calls, in seconds, after a warm-up.
 
-    One thread: what other processes do on the same core does not count.
+    Only this thread's time counts, not that of other processes on the same core.
     """
     function()
     found = []
@@ -62,7 +62,7 @@ class Machine:
 
     @classmethod
     def measured(cls) -> Machine:
-        """Multiply two matrices of 1,024 x 1,024, and copy 128 MB."""
+        """Return this core's speeds: multiply 1,024 x 1,024 matrices, copy 128 MB."""
         a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
         large = torch.randn(2**24)
         copy = torch.empty_like(large)
@@ -72,7 +72,7 @@ class Machine:
 
     @property
     def ridge(self) -> float:
-        """The FLOPs per byte from which on products are the limit."""
+        """The FLOPs per byte above which computing is the limit, not memory."""
         return self.flops / self.bandwidth
 
 
@@ -81,10 +81,10 @@ class Part:
     """A part of a training step.
 
     Attributes:
-        name: of the part.
+        name: the part's name.
         flops: FLOPs of one call.
-        nbytes: bytes that it must read and write at least.
-        seconds: of one call, measured.
+        nbytes: the fewest bytes that one call can read and write.
+        seconds: measured seconds of one call.
     """
 
     name: str

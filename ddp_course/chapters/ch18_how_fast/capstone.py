@@ -100,8 +100,8 @@ class Measured:
     Attributes:
         memory: bytes on the rank that kept most, at its peak.
         sent: bytes that the rank sent in a step that sent most.
-        seconds: of the faster one of the timed steps.
-        losses: of all steps, those of an earlier run included.
+        seconds: the seconds of the fastest timed step.
+        losses: the losses of all steps, including those of an earlier run.
         resumed_at: the steps of the earlier run.
     """
 
@@ -174,7 +174,7 @@ def options_of(layout: Candidate) -> dict[str, int]:
 
 
 def _seconds(layout: Candidate, rows: int) -> tuple[float, float]:
-    """Return what the chip takes for a layer of so many rows: forward and backward."""
+    """Return the chip's seconds of forward and of backward for a layer of `rows`."""
     part = Candidate(tp=layout.tp, microbatch=rows)
     forward, backward, _ = layer_seconds(GPT, cluster_of(8), part, SOFTWARE)
     return forward, backward

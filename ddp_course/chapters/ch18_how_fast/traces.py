@@ -40,7 +40,7 @@ def profiled(fault: str, folder: str) -> list[Event]:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     x = torch.randn(ROWS, WIDTH)
-    _step(layers, x, fault, EventLog())  # warm
+    _step(layers, x, fault, EventLog())  # warm-up
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         _step(layers, x, fault, log)
@@ -49,7 +49,7 @@ def profiled(fault: str, folder: str) -> list[Event]:
 
 
 def _step(layers: list[nn.Linear], x: torch.Tensor, fault: str, log: EventLog) -> None:
-    """Compute layer after layer, and average each one's gradient meanwhile."""
+    """Compute the layers in order; average each gradient during the next layer."""
     under_way = []
     with record_function(STEP), log.span(STEP):
         for layer in reversed(layers):
@@ -112,7 +112,7 @@ def events_of(trace: dict[str, Any]) -> list[Event]:
 
 
 def shares(events: Sequence[Event]) -> tuple[float, float, float]:
-    """Return what tells faults apart, over all ranks of a trace.
+    """Return three numbers that distinguish faults, over all ranks of a trace.
 
     The share of all steps in which communication runs and nothing computes; the share
     in which neither runs; and the longest rank's mean all-reduce over the shortest's.

@@ -1,4 +1,4 @@
-"""A training in which the number of ranks grows fourfold half way. Chapter 19."""
+"""A training run in which the number of ranks grows fourfold halfway. Chapter 19."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training whose checkpoint has five parts, of which one is left out; streams.
+"""A training run whose checkpoint lacks one of five parts; and streams of rows.
 
 A small model with dropout (so that a generator matters), Adam, loss scaling that has
 found its scale, and epochs in an order of their own. `Run` is one process.
@@ -35,7 +35,7 @@ class Generators:
 
 
 class Run:
-    """A training of a model that predicts the ninth character from eight.
+    """A training run of a model that predicts the ninth character from eight.
 
     Attributes:
         parts: the objects that a checkpoint must hold, by name.

@@ -112,7 +112,7 @@ def saved(runs: Mapping[str, SavedRun]) -> Drawn:
 
 @plot
 def loss_over_rows(curves: Mapping[str, Curve]) -> Drawn:
-    """Draw losses over the rows used; the number of ranks grows half way."""
+    """Draw losses over the rows used; the number of ranks grows halfway."""
     figure, axes = canvas((6.5, 3.4))
     for (name, curve), look in zip(curves.items(), LOOKS, strict=False):
         axes.plot(*zip(*curve, strict=True), label=name, **look)

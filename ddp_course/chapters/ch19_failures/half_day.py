@@ -1,4 +1,4 @@
-"""The opening picture: half a day of one training, saved at three intervals."""
+"""The opening picture: half a day of one training run, saved at three intervals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def failures(gpus: int, seed: int) -> list[float]:
 
 
 def pieces(every: float, save: float, failed: Sequence[float]) -> Iterator[Piece]:
-    """Yield what a training does: it is kept, saved, lost, or restarted.
+    """Yield the pieces of a training run: work kept, saves, work lost, and restarts.
 
     Work counts as kept when the save after it is complete, or when the time is over.
     """
@@ -46,10 +46,10 @@ def half_day(
     every: Sequence[float] = (10, 40, 160),
     seed: int = 9,
 ) -> Drawing:
-    """Draw 12 hours of a training that is saved after each `every` minutes of work.
+    """Draw 12 hours of a training run that is saved after every `every` minutes.
 
-    `save` is how many minutes a save stops all GPUs. All rows have the same failures.
-    Chapter 19.
+    A save stops all GPUs for `save` minutes. All rows have the same failures. Chapter
+    19.
     """
     failed = failures(gpus, seed)
     several = len(failed) != 1

@@ -161,8 +161,8 @@ def _calls(dump: dict) -> list[tuple[str, tuple[int, ...]]]:
 def analyse(folder: Path) -> list[str]:
     """Return what `torchfrtrace` finds: missing ranks, and the kind of a mismatch.
 
-    Of a mismatch it also names a culprit, but that is a rank which differs from the one
-    that it has read first: not always the odd one.
+    For a mismatch it also names a culprit: a rank that differs from the first rank that
+    it has read, which is not always the odd one.
     """
     program = "torch.distributed.flight_recorder.fr_trace"
     run = subprocess.run(

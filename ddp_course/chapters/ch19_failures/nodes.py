@@ -106,7 +106,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def nodes(folder: Path, timeout: float) -> Iterator[Nodes]:
-    """Start no node yet; end all nodes, and their ranks, when the block ends."""
+    """Yield `Nodes` without a node yet; end all nodes and ranks at the block's end."""
     found = Nodes(folder, timeout)
     try:
         yield found
@@ -147,7 +147,7 @@ def leave_and_return(folder: Path, timeout: float = 120) -> tuple[list, dict]:
 
 
 def trained_in_parts(*parts: tuple[int, int]) -> dict:
-    """Train in parts of (ranks, steps done at its end); return the last record."""
+    """Train in parts, each (ranks, steps done at its end); return the last record."""
     with tempfile.TemporaryDirectory() as folder:
         for ranks, steps in parts:
             record = spawn(train, Path(folder), steps, world_size=ranks)[0]

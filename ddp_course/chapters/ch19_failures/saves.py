@@ -1,4 +1,4 @@
-"""Saves beside a training: the time that a step loses, and processes that are killed.
+"""Saves during training: the time that they cost a step, and processes killed in them.
 
 A step sleeps for as long as a GPU would compute, so that the writer has the processor
 for itself.
@@ -26,7 +26,7 @@ from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.train import History, train
 
 STEP = 0.15  # seconds
-MOST = 50  # steps between two saves, however long the first takes
+MOST = 50  # the most steps between two saves, even if the first save takes longer
 MODEL = GPTConfig(n_layer=4, d_model=256, n_head=4)  # with Adam's states, 38 MB
 TINY = {
     "batch_size": 6,
@@ -40,12 +40,12 @@ Spans = list[tuple[float, float]]
 
 @dataclass
 class SavedRun:
-    """The spans of a training that saves every few steps, in seconds.
+    """The spans, in seconds, of a training run that saves every few steps.
 
     Attributes:
-        steps: in which training computes.
-        blocked: in which training waits for a save.
-        written: in which a file is written.
+        steps: the spans in which training computes.
+        blocked: the spans in which training waits for a save.
+        written: the spans in which a file is written.
     """
 
     steps: Spans = field(default_factory=list)
@@ -54,7 +54,7 @@ class SavedRun:
 
     @property
     def lost(self) -> float:
-        """The seconds that a step loses by a save: the least of all but the first.
+        """The seconds that a save costs a step: the least of all saves but the first.
 
         The first save allocates the memory for the copy; other processes on the same
         machine can only make one longer.
@@ -149,10 +149,10 @@ def train_until_killed(folder: str, seconds: float, steps: int) -> None:
     """Train and save after every step; the kernel kills this process in the middle.
 
     Args:
-        folder: of the checkpoints, from which training resumes.
-        seconds: from the second step of this process, when its first save is finished,
-            to its end.
-        steps: after which training would end.
+        folder: the folder of the checkpoints from which training resumes.
+        seconds: the time from the second step of this process, when its first save is
+            finished, until it is killed.
+        steps: the number of steps after which training would end.
     """
     seen: list[int] = []
 
@@ -172,7 +172,7 @@ def train_until_notice(
     """Train for 6 steps on several ranks; one gets SIGTERM in step `at`.
 
     Args:
-        folder: of the checkpoints; without one, nothing is saved.
+        folder: the folder of the checkpoints; without one, nothing is saved.
         victim: the rank that gets the signal, or None.
         at: the number of the step, from 1.
     """

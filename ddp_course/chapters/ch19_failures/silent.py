@@ -22,10 +22,10 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class SilentRun:
-    """A training as rank 0 saw it.
+    """The record of a training run that rank 0 keeps.
 
     Attributes:
-        losses: the mean loss of all ranks, of each step.
+        losses: the mean loss of all ranks, for each step.
         digests: {step: all ranks' digests before this step}.
         states: {step: rank 0's weights before this step}.
     """
@@ -86,7 +86,7 @@ def flip_bit(tensor: Tensor, place: int, bit: int) -> None:
 def costs(rows: int = 8) -> tuple[float, float]:
     """Return processor seconds of a digest and of a step of the course's GPT.
 
-    One thread: `spawn(costs, world_size=1)`.
+    Call it with one thread: `spawn(costs, world_size=1)`.
     """
     model = build_gpt()
     parameters = list(model.parameters())

@@ -38,7 +38,7 @@ def my_rows(
 def my_suspect(
     digests: Sequence[Sequence[int]],
 ) -> tuple[list[int] | None, int | None]:
-    """Find the first comparison without agreement, and its ranks without a majority."""
+    """Return the ranks outside the majority in the first comparison that disagrees."""
     for k, row in enumerate(digests):
         [(common, votes)] = Counter(row).most_common(1)
         if votes == len(row):

@@ -65,7 +65,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Run:
-    """Lanes drawn below each other, with a title; `says` is a remark behind it."""
+    """Lanes drawn below each other, with a title; `says` is written after the title."""
 
     lanes: Sequence[Lane]
     title: str = ""
@@ -223,7 +223,7 @@ def draw_block(
         spare, fill, ink = 8, PANEL, MUTED
         d.rect(*box, fill=fill, stroke=PANEL_EDGE, dashed=True)
     elif look == "sent":
-        spare = 8  # pixels that must show the hatching
+        spare = 8  # pixels of hatching that the name must not cover
         d.rect(*box, fill=fill, stroke=darker(color, 0.3))
         if wide >= 3:
             d.hatch(*box, stroke=darker(color, 0.3))

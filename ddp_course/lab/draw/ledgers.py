@@ -197,7 +197,7 @@ def memory_against_communication(
 def _check_stages(
     rows: Sequence[tuple[str, float, float]], beside: str
 ) -> tuple[float, float]:
-    """Return the resident and the sent bytes of `beside`."""
+    """Check all rows; return the resident and the sent bytes of row `beside`."""
     names = [name for name, *_ in rows]
     if beside not in names:
         raise ValueError(f"beside is {beside!r}; it must be one of {names}")

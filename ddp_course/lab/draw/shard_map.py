@@ -19,7 +19,7 @@ from ddp_course.lab.palette import (
 )
 
 MARGIN, WIDE, TOP, ROW_H, CELL_H, NAME_H = 16, 688, 58, 84, 26, 20
-LEAST = 13  # pixels per element from which on each element gets a tick
+LEAST = 13  # each element gets a tick if it is at least this many pixels wide
 FILLS = ("#FFFFFF", WHOLE)  # alternate between parameters; colours stand for ranks
 
 
