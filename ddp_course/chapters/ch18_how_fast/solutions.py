@@ -34,7 +34,7 @@ def my_exposed(events: Sequence[tuple[float, float, str]]) -> float:
 
 
 def my_straggler(starts: Sequence[Sequence[float]]) -> tuple[int, float]:
-    """Charge each collective's last rank with its delay after the second to last."""
+    """Add to each collective's last rank its delay after the second to last."""
     cost = [0.0] * len(starts[0])
     for times in starts:
         *_, second, last = sorted(times)
