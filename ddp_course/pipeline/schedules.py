@@ -40,9 +40,10 @@ def interleaved(
     that are in flight. With two groups of p or more, rank 0 stores the activations of
     p(1 + (p-1)/(pv)) microbatches, 1F1B those of p. (With v = 1 rank 0 stores 2p - 1.)
 
-    Megatron-LM requires a multiple of p microbatches, PyTorch groups of one size. Here
-    groups have p to 2p - 1 microbatches, so every number is legal, and from p on the
-    bubble is that of the formula; larger groups need more memory.
+    By default, Megatron-LM requires a multiple of p microbatches; PyTorch requires
+    groups of one size. Here groups have p to 2p - 1 microbatches, so every number is
+    legal, and from p on the bubble is that of the formula; larger groups need more
+    memory.
 
     Raises ValueError for fewer than one rank, microbatch or stage. Source: Narayanan et
     al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
