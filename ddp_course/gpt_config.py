@@ -84,7 +84,7 @@ class MixtureConfig(GPTConfig):
     """The numbers of a GPT that has a mixture of experts in place of each MLP.
 
     Attributes:
-        experts: E, MLPs in each block.
+        experts: E, the number of MLPs in each block.
         experts_per_token: k, how many of them each token uses.
         capacity: an expert takes at most ceil(T k capacity / E) tokens of a sequence of
             T; None: all that have chosen it.

@@ -1,4 +1,4 @@
-"""The options of a training: every name, choice, default and check, in one file.
+"""The options of a training run: every name, choice, default and check in one file.
 
     layout = layout_for(8, tp=2, pp=2, zero=1)     # the other ranks go to dp: 2
     layout.check(batch_size=16)                    # SpecError says what is allowed
@@ -108,7 +108,7 @@ class ScheduleName(NamedTuple):
 
     Attributes:
         title: its name in tables and drawings.
-        stages_per_rank: the default number.
+        stages_per_rank: the default number of stages on each rank.
         any_stages: whether a rank may have another number of stages.
         closed_form: whether `theory.pipeline` has formulas for it.
         halves: whether its backward runs in two halves, I and W.
@@ -219,7 +219,7 @@ def option(default: Any, about: str, choices: Any = None, **limits: float) -> An
 
 @dataclass(frozen=True)
 class Training:
-    """The options of a training that do not depend on the number of ranks."""
+    """The options of a training run that do not depend on the number of ranks."""
 
     steps: int = option(20, "optimizer steps (AdamW)", least=0)
     batch_size: int = option(8, "rows of one step's batch, divided among the ranks")

@@ -119,7 +119,7 @@ def train(
 
     Without a process group this is one process with the whole batch. The
     `layout_options` are fields of `spec.Layout`: tp=2, zero=1, precision="bf16". With
-    `experts` each MLP is a mixture of so many (`gpt_config.MixtureConfig`). `clip`
+    `experts` each MLP is a mixture of this many (`gpt_config.MixtureConfig`). `clip`
     limits the norm of the whole model's gradient. With a folder `checkpoint`, the run
     resumes from the newest checkpoint in it, and saves one after every `every` steps
     and at its end; with `save="async"` while it goes on. If then any rank gets SIGTERM,

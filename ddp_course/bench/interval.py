@@ -1,4 +1,4 @@
-"""Time that a training loses to saves and failures, at several checkpoint intervals.
+"""Time that training loses to saves and failures, at several checkpoint intervals.
 
 Ranks are killed at random times and continue from their last checkpoint, see
 `bench.killed`. Restarts do not count: they cost the same at any interval. Chapter 19.

@@ -124,7 +124,7 @@ def reduce_scatter_ring_plan(world_size: int) -> Plan:
 def reduce_scatter_direct_plan(world_size: int) -> Plan:
     """Plan a reduce-scatter: every rank sends each peer the peer's chunk, and adds.
 
-    As many bytes as around the ring, but no message waits for another.
+    It sends as many bytes as the ring does, but no message waits for another.
     """
     n = world_size
     transfers = [

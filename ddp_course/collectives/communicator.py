@@ -75,7 +75,7 @@ class Communicator:
     def perform(self, job: Callable[[], None], async_op: bool) -> Work | None:
         """Run `job` now, or in this group's thread, in the order of the calls.
 
-        A job that a job of the thread passes to this method runs at once.
+        If a job in the thread calls this method, the inner job runs at once.
         """
         in_thread = threading.get_ident() == self.meeting.thread
         if in_thread or not (async_op or self.meeting.busy):

@@ -84,8 +84,8 @@ def scatter(
 ) -> Work | None:
     """Send `scatter_list[r]` of rank `src` to `tensor` of the group's r-th rank.
 
-    Rank `src` gives as many tensors as the group has ranks, each like `tensor`; the
-    other ranks give none. Raises CollectiveError. Chapter 02.
+    Rank `src` passes as many tensors as the group has ranks, each like `tensor`; the
+    other ranks pass None. Raises CollectiveError. Chapter 02.
     """
     call = Collective(group, "scatter", src=src)
     return _start_with_list(call, tensor, src, scatter_list, async_op)

@@ -176,7 +176,7 @@ class SymmetricMemory:
         self._kept: dict[tuple, list[list[Tensor]]] = {}
 
     def find(self, tensor: Tensor) -> int | None:
-        """Return the byte of `own` at which a tensor begins; None: elsewhere."""
+        """Return the byte of `own` at which a tensor begins; None if elsewhere."""
         offset = tensor.data_ptr() - self.own.data_ptr()
         return offset if 0 <= offset <= self.own.numel() - tensor.nbytes else None
 

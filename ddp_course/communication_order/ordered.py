@@ -36,9 +36,9 @@ class OrderedDataParallel(nn.Module):
         module: the same on all ranks; all get rank 0's values.
         optimizer: any optimizer of `module.parameters()` that steps each by itself.
         piece: bytes of a piece; None sends a layer's gradient as a whole.
-        process_group: the ranks that share a batch; None are all.
+        process_group: the ranks that share a batch; None means all.
         sending: a second process group of the same ranks, for gradients only.
-        all_reduce: any of this course, or PyTorch's.
+        all_reduce: any all-reduce of this course, or PyTorch's.
         layers: modules that count as one layer with all their submodules.
         parts: objects with methods for the moments of the `Engine`, and for:
 

@@ -29,7 +29,7 @@ class InPieces(BucketReducer):
 
     Args:
         group: the process group that averages.
-        all_reduce: any of this course, or PyTorch's.
+        all_reduce: any all-reduce of this course, or PyTorch's.
         piece: bytes of a piece; None means that a bucket is one piece.
         sending: a process group of the same ranks for the pieces only, so that other
             collectives need not wait behind them; None means `group`.

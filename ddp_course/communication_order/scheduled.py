@@ -70,7 +70,7 @@ class ScheduledDataParallel(OrderedDataParallel):
         policy: chooses the order; its `piece` is in bytes. With a policy that waits for
             all, forward waits, too.
         process_group: the ranks that share a batch; None means all.
-        all_reduce: any of this course, or PyTorch's.
+        all_reduce: any all-reduce of this course, or PyTorch's.
         layers: modules that count as one layer with all their submodules.
 
     Raises ReplicaError, on every rank, if the modules differ or the optimizer cannot

@@ -183,7 +183,7 @@ def context_parallel(
 
     Args:
         model: a GPT of this course, or one that `tensor_parallel` has cut.
-        group: the ranks that share each sequence; None are all.
+        group: the ranks that share each sequence; None means all.
         attention: "ring", "gathered" keys and values, or "ulysses".
         assignment: one of `assignment.ASSIGNMENTS`; Ulysses needs "contiguous".
 

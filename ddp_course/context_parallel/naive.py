@@ -62,7 +62,7 @@ def gathered_attention(
         q, k, v: (B, H, T/N, D), this rank's part of the sequence; k and v may have
             fewer heads, each of which serves several heads of q.
         positions: the positions of each rank, (T/N,) int64, in the order of the ranks.
-        group: the ranks that share the sequence; None are all.
+        group: the ranks that share the sequence; None means all.
     """
     keys, values = GatherSequence.apply(torch.stack((k, v)).flatten(0, 1), group).chunk(
         2

@@ -1,9 +1,9 @@
-"""PyTorch's own ring attention, run on the CPU: an oracle, and what a bench compares.
+"""PyTorch's own ring attention, run on the CPU: a reference for tests and benches.
 
 `torch.distributed.tensor.experimental.context_parallel` has no rule for the attention
-kernel of the CPU, and raises NotImplementedError for causal attention. Below it lies a
-ring that takes any kernel. It is private, and PyTorch's users cannot reach it on a CPU;
-here it gets that kernel. Tried with PyTorch 2.13. Chapter 16.
+kernel of the CPU, and raises NotImplementedError for causal attention. It is built on a
+private ring that accepts any kernel, which PyTorch's users cannot call on a CPU; here
+that ring runs the CPU's kernel. Tried with PyTorch 2.13. Chapter 16.
 """
 
 from typing import Any

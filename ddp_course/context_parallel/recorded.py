@@ -34,7 +34,7 @@ class RingRecorder:
         self.since = time.perf_counter()
 
     def after_compute(self, ring: Ring, step: int, pairs: int) -> None:
-        """Write an event of the computing."""
+        """Write an event for the computation."""
         self._write(self.op, "compute", step=step, pairs=pairs)
 
     def arrived(self, ring: Ring, step: int) -> None:

@@ -55,7 +55,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Group = None) -> T
     Args:
         q, k, v: (B, H, T/N, D), contiguous parts of the sequence, in the order of the
             ranks; k and v may have fewer heads.
-        group: the ranks that share the sequence; None are all.
+        group: the ranks that share the sequence; None means all.
 
     Raises ValueError, before anything is sent, if the heads cannot be divided.
     """

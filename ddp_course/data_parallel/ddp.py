@@ -141,7 +141,7 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
             (torch 2.13 renames it forward_sync_buffers.)
         gradient_as_bucket_view: make gradients views of the buckets; if False, which is
             PyTorch's default, they are copied back, which takes as much memory again.
-        all_reduce: any of this course (`ring_all_reduce`); None means PyTorch's.
+        all_reduce: one of this course (`ring_all_reduce`); None means PyTorch's.
         first_bucket_mb: the same as `bucket_cap_mb` for the first bucket.
         device_ids, output_device: the module's own GPU, as scripts pass it (inputs are
             not moved there); any other device is refused.

@@ -29,7 +29,7 @@ class NaiveDistributedDataParallel(nn.Module):
     Args:
         module: has the same shapes on all ranks; all ranks get the first rank's values.
         process_group: the ranks that share a batch; None means all.
-        all_reduce: any of this course, or PyTorch's.
+        all_reduce: any all-reduce of this course, or PyTorch's.
 
     Chapter 04.
     """

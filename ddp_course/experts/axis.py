@@ -23,7 +23,7 @@ from ddp_course.strategy import Strategy
 
 
 class ExpertParallel(DividedModule, nn.Module):
-    """A plain model of which every rank has some of the experts; called like it."""
+    """A model of which each rank has some experts; call it like the plain model."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def expert_parallel(
     averages the gradients over all ranks of data parallelism.
 
     Args:
-        model: has `Mixture`s, as what `build_mixture_gpt` returns.
+        model: a model with `Mixture`s, such as `build_mixture_gpt` returns.
         group: the ranks that share the experts, each with an equal part.
         replicas: the ranks that have the same experts as this one.
 

@@ -79,7 +79,7 @@ class TokenDispatcher:
         chosen: (N, k) int64, the experts of each of this rank's tokens; other ranks may
             have more tokens, or fewer, or none.
         num_experts: E, a multiple of the number of ranks.
-        group: the ranks that share the experts; None are all.
+        group: the ranks that share the experts; None means all.
         kept: (N, k) bool, the choices that are not dropped; None: all.
         exchange: sends the rows; `metered` has one that counts bytes.
 

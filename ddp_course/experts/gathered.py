@@ -85,7 +85,7 @@ def gathered_mixture(
         expert: called with the number of one of this rank's experts, from 0 to
             E/R - 1, and all its tokens; returns as many rows.
         num_experts: E, a multiple of the number of ranks.
-        group: the ranks that share the experts; None are all.
+        group: the ranks that share the experts; None means all.
     """
     each = num_experts // dist.get_world_size(group)
     first = dist.get_rank(group) * each

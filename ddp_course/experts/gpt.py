@@ -29,7 +29,7 @@ from ddp_course.model import GPT, build_gpt
 class StackedExperts(nn.Module):
     """The MLPs of some experts: rows in blocks, (M, C) -> (M, C).
 
-    up (E, 4C, C), up_bias (E, 4C), down (E, C, 4C) and down_bias (E, C).
+    Parameters: up (E, 4C, C), up_bias (E, 4C), down (E, C, 4C) and down_bias (E, C).
     """
 
     def __init__(self, num_experts: int, channels: int, std: float) -> None:

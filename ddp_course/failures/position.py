@@ -1,6 +1,6 @@
 """The position in the data: samples of an epoch that all ranks together have used.
 
-A rank's own count of batches says nothing to another number of ranks. But if all ranks
+A rank's own count of batches is useless on another number of ranks. But if all ranks
 deal the same order, global batch after global batch, then those used are the beginning
 of that order, and one number is the position. Any number of ranks can go on from it.
 
@@ -51,7 +51,7 @@ class PositionSampler(Sampler[list[int]]):
         batch_size: the rows of a global batch, a multiple of `ranks`.
         rank: this rank.
         ranks: the number of ranks that share a batch.
-        seed: of the orders; the same on all ranks.
+        seed: the seed of the orders; the same on all ranks.
     """
 
     def __init__(

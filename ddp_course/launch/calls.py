@@ -66,7 +66,7 @@ _started: list[dist.Work] = []  # small collectives that were under way lately
 
 
 def finish() -> None:
-    """Wait for this rank's small collectives, in case that nobody did.
+    """Wait for this rank's small collectives, in case nobody has.
 
     The launcher ends this process when no peer is left.
     """

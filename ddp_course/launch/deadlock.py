@@ -185,16 +185,16 @@ def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Write some ranks: "rank 3", "ranks 1, 2"."""
+    """Return ranks in words: "rank 3", "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def by_text(
     texts: Sequence[str], ranks: Sequence[int], text_first: bool = False
 ) -> str:
-    """Write each rank's text, ranks with the same text together; leave "" out.
+    """Return the ranks' texts as one; equal texts are joined, and "" is left out.
 
-    As "rank 0: yes; ranks 1, 2: no", or "yes on rank 0, no on ranks 1, 2".
+    Such as "rank 0: yes; ranks 1, 2: no", or "yes on rank 0, no on ranks 1, 2".
     """
     who: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):

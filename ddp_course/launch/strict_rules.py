@@ -147,8 +147,8 @@ def facts_of(tensors: list[Tensor]) -> Facts:
 def counts_by_rank(args: tuple, which: int, size: int) -> list[int]:
     """Return how many elements of an all-to-all's argument belong to each rank.
 
-    The argument is a list of tensors, or one tensor. Of one tensor, the argument two
-    places later says how many rows belong to each rank; if empty, all have as many.
+    The argument is a list of tensors, or one tensor. For one tensor, the argument two
+    places later says how many rows belong to each rank; if it is empty, all are equal.
     """
     argument = args[which]
     if not isinstance(argument, Tensor):

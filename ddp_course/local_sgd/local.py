@@ -113,7 +113,7 @@ class LocalSteps:
             `module` must then be a DistributedDataParallel, the course's or PyTorch's,
             which stops averaging after them.
         group: the ranks; None means all. Without a process group: one process.
-        all_reduce: any of this course, or PyTorch's.
+        all_reduce: any all-reduce of this course, or PyTorch's.
         parts: objects with methods for the moments.
 
     Attributes:

@@ -156,7 +156,7 @@ def _copy(value: Any) -> Any:
 def _owns(steps: Sequence[Step], groups: Sequence[Group], holder: int) -> bool:
     """Return whether this rank has to write its part.
 
-    Of a tensor that was not placed, such as a buffer, `holder` writes it.
+    Rank `holder` writes a tensor that was not placed, such as a buffer.
     """
     if not steps:
         return dist.get_rank() == holder
@@ -196,7 +196,7 @@ def full_optimizer_state(
 
     All ranks along the groups call it. The first one along all groups gets the state,
     the others an empty dict, unless `everywhere`. Raises ReplicaError, on every rank,
-    for states that have not the shapes of their parameters.
+    for states with other shapes than their parameters.
 
     Args:
         optimizer: steps parameters that were placed along the groups, or pieces.
@@ -252,7 +252,7 @@ def load_full_optimizer_state(
 
 
 def _check_parts(optimizer: Optimizer) -> None:
-    """Raise ValueError for states of other shapes than the parameters' (Adafactor)."""
+    """Raise ValueError for states that are not shaped as their parameters (Adafactor)."""
     for p, state in optimizer.state.items():
         cut = any(isinstance(s.placement, (Shard, Flat)) for s in way_of(p).steps)
         for key, value in state.items():

@@ -21,9 +21,9 @@ class PlainModel:
     """The names and shapes of a module before it was divided.
 
     Attributes:
-        keys: of its `state_dict`, each with its parameter's name; None: a buffer. (A
-            tied parameter has several keys.)
-        shapes: of its parameters by name, in order, and of its buffers by key.
+        keys: the keys of its `state_dict`, each with its parameter's name, or None for
+            a buffer. (A tied parameter has several keys.)
+        shapes: the shapes of parameters, by name in order, and of buffers, by key.
     """
 
     keys: Mapping[str, str | None]
@@ -67,7 +67,7 @@ class DividedModule:
 
     Attributes:
         plain: `PlainModel.of(module)` before the module was divided.
-        groups: along which it was divided: `groups_before(module)` and its own group.
+        groups: the groups that divide it: `groups_before(module)` and its own group.
     """
 
     plain: PlainModel
@@ -88,7 +88,7 @@ class DividedModule:
         """Scale all gradients so that their norm is at most `max_norm`; return it.
 
         The norm is that of the whole model's gradient, before scaling. All ranks along
-        `groups` call it. As torch.nn.utils.clip_grad_norm_.
+        `groups` call it. Like torch.nn.utils.clip_grad_norm_.
         """
         return clip_grad_norm_(self.parameters(), max_norm, self.groups, norm_type)
 

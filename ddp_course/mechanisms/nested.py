@@ -1,4 +1,4 @@
-"""Divide what a part of the same ranks has divided before.
+"""Divide tensors that a subgroup of the same ranks has divided before.
 
 Expert parallelism cuts experts along ep, which is a part of data parallelism; ZeRO then
 cuts each rank's experts along the rest of it. Both together are one division among all
@@ -34,7 +34,7 @@ def within(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
 def groups_around(
     group: dist.ProcessGroup, before: Iterable[dist.ProcessGroup]
 ) -> list[dist.ProcessGroup]:
-    """Return the groups that divide what `group` has divided, which was before."""
+    """Return the groups that divide a tensor, without those that `group` contains."""
     return [*(each for each in before if not within(each, group)), group]
 
 

@@ -246,7 +246,7 @@ def total_norm(
             where a rank may have no tensor.
         norm_type: p, above 0; inf is the largest absolute number.
 
-    As torch.nn.utils.get_total_norm.
+    Like torch.nn.utils.get_total_norm.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or inf")
@@ -275,8 +275,8 @@ def clip_grad_norm_(
     """Scale all gradients so that the whole model's norm is at most `max_norm`.
 
     Returns the norm before scaling. All ranks along the groups call it, with the
-    arguments of `total_norm`. As torch.nn.utils.clip_grad_norm_, which would take each
-    rank's part for the whole. Chapter 07.
+    arguments of `total_norm`. PyTorch's clip_grad_norm_ would take each rank's part for
+    the whole. Chapter 07.
     """
     tensors = list(tensors)
     norm = total_norm(tensors, groups, norm_type)

@@ -34,7 +34,7 @@ def replay(
         optimizer: steps `params`; constructed as the server's was.
         gradient: called as `gradient(worker, clock)`; fills `grad` of the parameters,
             as that worker did with its gradient number `clock`.
-        remedy: the server's.
+        remedy: the remedy that the server used.
         after_step: called with the new version after each step.
 
     Chapter 13.

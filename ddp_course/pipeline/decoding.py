@@ -3,7 +3,7 @@
 A row's next token needs its last token, which leaves the last stage. So a microbatch
 goes around a ring of stages, once for each token, and while it is elsewhere a stage
 computes other microbatches. With as many microbatches as stages no stage waits, except
-at the begin and at the end: no token waits for a flush, as a training step does.
+at the beginning and the end: no token waits for a flush, as a training step does.
 
 Who computes what in which tick is plain data, `decoding_plan`. In each tick every rank
 computes, then sends to the next rank and receives from the one before in one batch, so

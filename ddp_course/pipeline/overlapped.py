@@ -98,7 +98,7 @@ class MessagesAhead:
                 messages.popleft()[1].wait()
 
     def _post(self) -> None:
-        """Post the receives of all groups up to the next group's horizon."""
+        """Post the receives that `horizons` allows before the next group."""
         while not self.in_order and self.posted < self.horizons[self.next]:
             self.posted += 1
             for step in self.groups[self.posted]:

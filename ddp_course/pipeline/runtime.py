@@ -34,7 +34,7 @@ class Runtime:
 
     Args:
         stages: stage number -> stage, for this rank's stages.
-        schedule: for as many ranks as `endpoint` has.
+        schedule: a schedule for as many ranks as `endpoint` has.
         endpoint: sends messages to the other ranks and receives theirs.
         forms: for each boundary between stages, the form of its activation.
         x: (B, ...), the model's input; y: (B, ...), the targets, or None.
@@ -208,7 +208,7 @@ class Pipeline(nn.Module):
 
     Args:
         model: the same on all ranks, with a `spine`, and no parameter on two ranks.
-        schedule: of F and B, for as many ranks as the group has.
+        schedule: a schedule of F and B, for as many ranks as the group has.
         sizes: for each stage the number of its layers.
         form: shape of an activation between layers, without its rows: (T, C).
         loss_fn: returns a mean over rows, from the last layer's output and the targets.

@@ -94,7 +94,7 @@ class Schedule:
     """All actions of one training step; `check` finds out whether it is legal.
 
     Attributes:
-        name: for people.
+        name: the name that tables and drawings show.
         num_stages: stages of the model, on all ranks together.
         num_microbatches: parts of the batch.
         ranks: for each rank its actions, in the order in which it runs them.

@@ -27,9 +27,9 @@ class Accelerator:
         memory: bytes.
         bandwidth: bytes/s between the chip and its memory.
         link: bytes/s that it sends to the others of its node.
-        watts: at most; None: not published.
+        watts: the maximum power; None if it was not published.
         matmul: the share of `flops` that large products of matrices reach.
-        node: how many are joined by such links.
+        node: the number of accelerators that such links join.
     """
 
     flops: float
@@ -42,7 +42,7 @@ class Accelerator:
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte of memory traffic from which on computing is the limit."""
+        """FLOPs per byte of memory traffic above which computing is the limit."""
         return self.flops / self.bandwidth
 
 
@@ -77,16 +77,16 @@ class Cluster:
 
     Attributes:
         gpu: the accelerator.
-        gpus: how many.
-        node: how many share a node; the last node may have fewer.
+        gpus: the number of accelerators.
+        node: the number of accelerators in a node; the last node may have fewer.
         network: bytes/s that one accelerator sends to other nodes (400 Gb/s: 50e9).
         latency: seconds of one message, inside a node; between nodes it is twice that.
         reached: the share of a link's bytes/s that collectives reach. Eight H200 reach
             368 GB/s of 450 without the switch's own adding; all-to-alls across nodes
             44 of 50.
-        rails: whether collectives are a library's: over several nodes they use the
-            network cards of all ranks, and small ones take a tree. Else they are one
-            ring, as emulated ones are.
+        rails: whether collectives run as in a library: over several nodes they use the
+            network cards of all ranks, and small ones take a tree. Otherwise they run
+            in one ring, as on emulated links.
     """
 
     gpu: Accelerator
@@ -104,9 +104,9 @@ class Cluster:
             ranks: the group's size.
             stride: the distance between the numbers of two neighbours.
 
-        A group inside a node uses its links. Of another one, g ranks lie in each node,
-        and a ring crosses to the next node once: g rings, each by another network card,
-        send g times as much, up to what the links inside the node carry.
+        A group inside a node uses the node's links. Otherwise g of its ranks lie in
+        each node, and a ring leaves each node once. So g rings, each over its own
+        network card, send g times as much, up to what links inside the node carry.
         """
         if self.inside(ranks, stride):
             return self.reached * self.gpu.link

@@ -4,10 +4,9 @@
         print(anchor.name, anchor.mfu, anchor.predicted())
 
 Each row is a dense model in 16-bit numbers whose source prints how fast it was and how
-it was laid out. Some print all but a microbatch or the stages on a rank; `assumed`
-says what stands in. Not here, since the formulas do not speak of them: experts
-(DeepSeek-V3), FP8 (torchtitan's 405B), layouts or accounting that were not published
-(GPT-3, OPT).
+it was laid out. Some omit the microbatch or the stages on a rank; `assumed` has the
+values used instead. Left out are runs that the formulas do not cover: experts
+(DeepSeek-V3), FP8 (torchtitan's 405B), unpublished layouts or accounting (GPT-3, OPT).
 
 `step_time.SUSTAINED` was fitted to the first ten rows; the others are predictions.
 Where a source prints FLOP/s that count what is computed again (Megatron-LM 2021,

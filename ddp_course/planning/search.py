@@ -101,7 +101,7 @@ def candidates(
 
 
 def problem(candidate: Candidate, workload: Workload, cluster: Cluster) -> str | None:
-    """Return why a layout is impossible, or left out as nobody would take it."""
+    """Return why a layout is impossible, or why nobody would use it, or None."""
     c, w = candidate, workload
     if c.ranks != cluster.gpus:
         return f"{c} takes {c.ranks} GPUs of {cluster.gpus}"

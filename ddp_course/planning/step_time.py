@@ -47,7 +47,7 @@ WHOLE, DIVIDED = 10, 12  # WHOLE: done by each rank of tp, without sequence para
 SCORES = 13  # bytes read and written per score, if attention is not fused
 LOGITS = 20  # bytes read and written per logit, in float32
 MEMORY_REACHED = 0.85  # share of the memory's bytes/s
-# Share of the largest products' speed that a training's products reach: fitted to the
+# Share of the largest products' speed that products in training reach: fitted to the
 # ten rows of Megatron-LM's table 1 (see `anchors`), the only number that is.
 SUSTAINED = 0.86
 ROOM = 0.92  # share of the memory that tensors can fill: context, fragments, buffers
@@ -61,7 +61,7 @@ class Candidate(NamedTuple):
         zero: what the ranks of dp (and cp) shard: 0 to 3.
         recompute: "none", "selective" or "full".
         microbatch: rows of a microbatch on one rank.
-        stages: of the pipeline on each rank: v; 1 is 1F1B, more is interleaved 1F1B.
+        stages: pipeline stages on each rank, v: 1 is 1F1B, more is interleaved 1F1B.
     """
 
     dp: int = 1
@@ -328,7 +328,7 @@ def _data_parallel(
     hides: tuple[float, float],
     microbatches: int,
 ) -> tuple[float, float]:
-    """Return the seconds that dp's communication is not hidden, and the bytes sent.
+    """Return the seconds of dp's communication that nothing hides, and bytes sent.
 
     `hides` are the seconds of one microbatch's forward and backward: gradients travel
     during the last backward, with ZeRO-2 and 3 during every one; parameters that ZeRO-1
@@ -370,7 +370,7 @@ def behind(sending: float, computing: float, layers: int) -> float:
     """Return how long sending goes on after computing, layer by layer.
 
     A layer's bucket is sent when the layer has been computed, and behind the bucket
-    before it. So the last bucket is never hidden; of more only what does not fit.
+    before it. So the last bucket is never hidden; earlier ones are, if time suffices.
     """
     last = sending / layers
     return max(last, sending - computing * (layers - 1) / layers)
@@ -396,7 +396,7 @@ def _optimizer(
 
 
 def _ledger(w: Workload, c: Candidate, software: Software, microbatches: int) -> Ledger:
-    """Return what the rank keeps that keeps most: of the first or the last stage.
+    """Return the ledger of the rank that keeps most: in the first or the last stage.
 
     Backward works on gradients of activations: one of a layer's output, and one four
     times as wide inside its MLP ("other"). It begins when the pipeline is full. If no

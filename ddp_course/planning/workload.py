@@ -29,14 +29,14 @@ class Workload:
     """A transformer and the batch of one step.
 
     Attributes:
-        parameters: all of them, embeddings included.
+        parameters: the number of all parameters, embeddings included.
         layers: L.
         hidden: h.
-        heads: of queries.
+        heads: heads of queries.
         sequence: T, tokens of a row.
         vocab: V.
-        rows: of one step's batch, on all GPUs together.
-        kv_heads: of keys and values; 0: as many as of queries.
+        rows: rows of one step's batch, on all GPUs together.
+        kv_heads: heads of keys and values; 0 means as many as of queries.
         tied: whether the output matrix is the token embedding.
         learned_positions: whether there is a table with a row for each position.
 

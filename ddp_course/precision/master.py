@@ -129,7 +129,7 @@ class MasterWeights(Optimizer):
         """Scale the gradients of the copies to a norm of at most `max_norm`.
 
         Returns the norm before scaling. For sharded parameters, the norm is over all
-        ranks, which call this together. As torch.nn.utils.clip_grad_norm_.
+        ranks, which call this together. Like torch.nn.utils.clip_grad_norm_.
         """
         if self.copied is None:
             self.copy_gradients()

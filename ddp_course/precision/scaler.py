@@ -43,11 +43,11 @@ class GradScaler:
     Args:
         init_scale: S at first.
         growth_factor, backoff_factor: the factors by which S grows and shrinks.
-        growth_interval: S grows after so many steps in a row without inf or nan.
+        growth_interval: S grows after this many steps in a row without inf or nan.
         enabled: False for a scaler that does nothing, for other precisions.
 
     Raises ValueError for factors that would not make S grow or shrink, RuntimeError for
-    calls in another order. As torch.amp.GradScaler, also for sharded parameters,
+    calls in another order. Like torch.amp.GradScaler, also for sharded parameters,
     gradients or states: then all ranks call its methods together.
     """
 

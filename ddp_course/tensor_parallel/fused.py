@@ -51,7 +51,7 @@ class FusedLinear(ParallelLayer):
     def product(
         self, function: type[Function], x: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """Compute; cast before it as autocast would, if it is on."""
+        """Return the product; if autocast is on, cast its inputs as autocast would."""
         tensors, none = (x, self.weight, bias), self.weight[:0]
         dtype = (none @ none.t()).dtype  # a product's type, which autocast may change
         tensors = (t if t is None else t.to(dtype) for t in tensors)
@@ -60,7 +60,7 @@ class FusedLinear(ParallelLayer):
     def own_gradients(
         self, ctx: Any, rows: Tensor, x: Tensor
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of weight and bias, now, or none if that is for later.
+        """Return the gradients of weight and bias; Nones if they are postponed.
 
         `rows` is the gradient of the product.
         """

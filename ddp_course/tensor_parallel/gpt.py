@@ -229,20 +229,20 @@ def tensor_parallel(
     """Return this rank's part of `model`, to be called and trained like the whole.
 
     Called by all ranks together, with the same model (`build_gpt` with the same seed);
-    it stays as it is: drop it, and the memory of what other ranks have is free. An
+    it is not changed: delete it to free the memory of the other ranks' parts. An
     optimizer that looks at whole tensors (Adafactor, Muon, LAMB) is refused at its
-    first step, which PyTorch's DTensor would let see the other ranks' parts. What a
-    program itself computes of a gradient, such as its norm, is of this rank's part.
+    first step. (PyTorch's DTensor would show it the other ranks' parts.) If a program
+    computes a gradient's norm itself, that is the norm of this rank's part.
 
     Args:
         model: a plain GPT, on the CPU or on this rank's GPU.
-        group: the ranks that share it; None are all.
+        group: the ranks that share it; None means all.
         sequence_parallel: cut norms and residuals along the sequence, too.
         all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`; if
-            `async_op`, what it returns has a `wait()`. None is PyTorch's.
+            `async_op`, what it returns has a `wait()`. None means PyTorch's.
 
     Raises ReplicaError, on every rank, if the models differ (in a single number) or
-    cannot be cut so. As torch.distributed.tensor.parallel.parallelize_module. Chapter
+    cannot be cut. Like torch.distributed.tensor.parallel.parallelize_module. Chapter
     09.
     """
     check_model(model, group, sequence_parallel, all_reduce)

@@ -87,7 +87,7 @@ class NaiveColumnLinear(nn.Module):
 
 
 class NaiveRowLinear(nn.Module):
-    """This rank's rows of W, and the columns of x that meet them: (..., I) -> (..., O).
+    """This rank's rows of W, and the columns of x for them: (..., I) -> (..., O).
 
     The bias is whole on every rank, and added once, after the sum.
     """

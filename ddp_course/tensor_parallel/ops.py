@@ -4,7 +4,7 @@ A tensor of a parallel layer is in one of three states on the ranks of a group:
 
     replicated   every rank has the whole of it, the same numbers
     cut          every rank has a part of it, along one dimension
-    a summand    every rank has a tensor of its full shape; the sum is what is meant
+    a summand    every rank has a tensor of its full shape; only their sum has a meaning
 
 Each operation leads from one state to another, and backward leads the gradient back by
 the transposed map. So they come in pairs, of which each is the backward of the other:

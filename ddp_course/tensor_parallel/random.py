@@ -1,4 +1,4 @@
-"""Random numbers in a parallel region: other ones on each rank, and the same again.
+"""Random numbers in a parallel region: different on each rank, and repeatable.
 
 Outside of parallel regions all ranks compute the same, so a dropout there must draw the
 same mask on all of them: they have the same seed, and nothing is to be done. Inside,
@@ -10,8 +10,8 @@ tensor would repeat themselves.
         x = F.dropout(x, 0.1, training)
 
 The numbers inside depend on the rank and on the generator's state outside, which moves
-on by one number, on all ranks alike. So there is no other state to be saved: where that
-of the generator is put back, as for recomputation, the same masks come again.
+on by one number, on all ranks alike. So there is no other state to save: whoever
+restores the generator's state, as recomputation does, gets the same masks again.
 (Megatron-LM keeps a second generator, `get_cuda_rng_tracker().fork()` in
 megatron/core/tensor_parallel/random.py, whose state recomputation has to put back,
 too.) Chapter 09.
@@ -27,10 +27,10 @@ from ddp_course.mechanisms.exchange import Group, exchange_of
 
 @contextmanager
 def parallel_rng(group: Group = None) -> Iterator[None]:
-    """Draw other random numbers on each rank of `group`, within the block.
+    """Draw different random numbers on each rank of `group` inside the block.
 
-    After it all ranks draw the same again, if they did before. Of the CPU's generator
-    and that of this rank's GPU.
+    After the block all ranks draw equal numbers again, if they did before. This holds
+    for the CPU's generator and for that of this rank's GPU.
     """
     rank = exchange_of(group).rank
     seed = int(torch.randint(1 << 48, ()))  # CPU generator, equal on all ranks

@@ -3,8 +3,8 @@
 The first and the last matrix of a language model have a row for each of V tokens. Each
 rank has V/tp of them. The head is a `ColumnParallelLinear`, which leaves the logits cut
 along the vocabulary, (B, T, V/tp): with V = 50,257 and a few thousand tokens they are
-the largest tensor of a step. Of each row cross-entropy needs only three numbers of all
-ranks together: the largest logit, the sum of the exponentials, and the logit of the
+the largest tensor of a step. For each row cross-entropy needs only three numbers from
+all ranks together: the largest logit, the sum of the exponentials, and the logit of the
 target. Chapter 09.
 """
 
@@ -75,8 +75,8 @@ def vocab_parallel_cross_entropy(
         ignore_index: targets with this value do not count; the mean of none is nan.
 
     Two all-reduces of 4 and 8 bytes for each target, and none in backward. Raises
-    ValueError if the shapes do not match, or for a target that is no token. As
-    F.cross_entropy, and megatron/core/tensor_parallel/cross_entropy.py. Chapter 09.
+    ValueError if the shapes do not match, or for a target that is no token. Like
+    F.cross_entropy and megatron/core/tensor_parallel/cross_entropy.py. Chapter 09.
     """
     exchange = exchange_of(group)
     if logits.shape[:-1] != targets.shape:

@@ -96,7 +96,7 @@ def compressed_bytes(
     Args:
         method: as for `train --compress`: "fp16", "int8", "topk:0.01", "powersgd:4";
             "none" is the plain all-reduce.
-        shapes: of the gradients in the bucket.
+        shapes: the shapes of the gradients in the bucket.
         world_size: N.
         rank: the sender; ranks differ if N does not divide the number of elements.
 

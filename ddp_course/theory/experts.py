@@ -63,7 +63,7 @@ def mixture_cost(
     """Return the costs of a mixture of MLPs.
 
     Args:
-        channels: d, of a token.
+        channels: d, the channels of a token.
         width: f, the channels inside an expert.
         experts: E.
         experts_per_token: k.
@@ -125,7 +125,7 @@ def dispatch_volume(
 def balanced_rows(tokens: int, experts_per_token: int, ranks: int) -> Fraction:
     """Return how many rows a rank of T tokens sends away if all choices are uniform.
 
-    T k (R - 1)/R, and it receives as many. Chapter 17.
+    That is T k (R - 1)/R; the rank also receives this many. Chapter 17.
     """
     return Fraction(tokens * experts_per_token * (ranks - 1), ranks)
 

@@ -31,13 +31,13 @@ class Precision:
     """The bytes per element of stored tensors and of messages.
 
     Attributes:
-        parameter: of the stored parameters.
-        gradient: of the stored gradients.
-        master: of the optimizer's own copies, of parameters and of gradients; or 0.
-        state: of each of the optimizer's states.
-        gathered: of a parameter that stage 3 gathers.
-        reduced: of a gradient that stage 3 reduce-scatters.
-        activation: of an activation that forward keeps for backward.
+        parameter: bytes of a stored parameter.
+        gradient: bytes of a stored gradient.
+        master: bytes of the optimizer's copies of a parameter and its gradient, or 0.
+        state: bytes of each of the optimizer's states.
+        gathered: bytes of a parameter that stage 3 gathers.
+        reduced: bytes of a gradient that stage 3 reduce-scatters.
+        activation: bytes of an activation that forward keeps for backward.
     """
 
     parameter: int

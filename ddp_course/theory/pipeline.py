@@ -146,9 +146,9 @@ class PipelineVolume:
     """The messages over all boundaries between stages in one step, of all ranks.
 
     Attributes:
-        messages: their number, forward and backward.
-        activations: bytes, forward.
-        gradients: bytes, backward.
+        messages: the number of messages, forward and backward.
+        activations: bytes that forward sends.
+        gradients: bytes that backward sends.
     """
 
     messages: int

@@ -1,4 +1,4 @@
-"""Plan a training: which ZeRO stages fit on a GPU, and how much each sends.
+"""Plan a training run: which ZeRO stages fit on a GPU, and how much each sends.
 
     for row in plan(MODELS["gpt2-xl"], gpus=8, memory=24e9):
         print(row.name, row.ledger.total, row.fits, row.bytes_sent)
@@ -35,7 +35,7 @@ class Model:
     """A model's sizes, as far as a plan needs them.
 
     Attributes:
-        parameters: their number.
+        parameters: the number of parameters.
         layers, hidden, heads, sequence, vocab: its shape; 0 if unknown. The size of
             blocks needs layers and hidden; activations need all but vocab.
         config: for the course's own GPT; then activations are exact.
@@ -145,12 +145,12 @@ class Row:
             of one layer.
         fits: whether the ledger's total is at most the GPU's memory; None if it is, but
             without the activations, which are unknown.
-        bytes_sent: to other GPUs, in a step, per GPU.
+        bytes_sent: bytes that each GPU sends to others in a step.
         times_ddp: `bytes_sent` divided by DDP's; None on one GPU, which sends nothing.
         seconds: `bytes_sent` divided by the bandwidth, without overlap; None if the
             bandwidth is unknown.
         on_host: bytes in the host's memory, per GPU; 0 without offload.
-        host_bytes: over PCIe, in a step, per GPU; 0 without offload.
+        host_bytes: bytes over PCIe in a step, per GPU; 0 without offload.
     """
 
     name: str
@@ -180,7 +180,7 @@ def plan(
 
     Args:
         model: the model to train.
-        gpus: their number; all are data-parallel.
+        gpus: the number of GPUs; all are data-parallel.
         memory: bytes of one GPU.
         optimizer: as for `theory.model_states`.
         precision: as for `theory.model_states`.

@@ -21,10 +21,10 @@ class OffloadedOptimizer:
     """An optimizer whose gradients, states and master parameters are on the host.
 
     Args:
-        parameters: on the device that computes.
+        parameters: the parameters on the device that computes.
         optimizer: such as `torch.optim.AdamW`.
         host: a `mechanisms.host_memory.HostMemory`.
-        options: of the optimizer.
+        options: the optimizer's options.
 
     Attributes:
         masters: the parameters on the host, which the optimizer steps.

@@ -1,6 +1,6 @@
 """ZeRO stage 2 with all features: `Zero2` and the parts of stage 1.
 
-`ShardsOnly` guards what goes wrong without an error in stage 2 alone.
+`ShardsOnly` raises for mistakes that only stage 2 would pass over in silence.
 
 Chapter 07.
 """

@@ -56,7 +56,7 @@ def check_my_one_f_one_b(answer: Answer) -> str:
 
 # ---- place_weights -----------------------------------------------------------------
 
-# As many microbatches, or more.
+# As many microbatches as ranks, or more.
 SPLIT = ((2, 3), (4, 8), (3, 3), (4, 5), (1, 2), (5, 9), (2, 12))
 
 

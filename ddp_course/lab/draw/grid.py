@@ -35,7 +35,7 @@ class Look:
     """The size of a plan's chunks in a drawing, and the number of blocks in each.
 
     Attributes:
-        width, height: of a chunk, in pixels.
+        width, height: the size of a chunk in pixels.
         across, down: how many blocks a stack has next to and above each other.
     """
 
@@ -357,8 +357,8 @@ class Exchange(Buffers):
 def layout(plan: Plan, buffer_width: float = 160) -> Buffers:
     """Return the layout that suits a plan.
 
-    A grid, if some rank has all chunks at the start or at the end. ValueError for a
-    plan with more ranks or chunks than can be drawn.
+    It is a grid if some rank has all chunks at the start or at the end. Raises
+    ValueError for a plan with more ranks or chunks than can be drawn.
     """
     return (Grid if shares_columns(plan) else Exchange)(plan, buffer_width)
 

@@ -18,8 +18,8 @@ def plot_bytes(
 ) -> Drawn:
     """Draw what each rank sent, in whole tensors S, and what theory says, as a mark.
 
-    Both map an algorithm to a value for each rank. Raises ValueError if they are not of
-    the same algorithms and as many ranks.
+    Both arguments map an algorithm to a value for each rank. Raises ValueError unless
+    they have the same algorithms and numbers of ranks.
     """
     _check_bytes(measured, theory)
     bars = sum(map(len, measured.values())) + len(measured)

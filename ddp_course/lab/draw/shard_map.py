@@ -28,7 +28,7 @@ class FlatRow:
     """Parameters side by side in a flat buffer that is cut into equal shards.
 
     Attributes:
-        name: of the buffer.
+        name: the buffer's name.
         parameters: (name, number of elements) in the order of the buffer.
         shard: number of elements in a shard.
         world_size: number of shards.
