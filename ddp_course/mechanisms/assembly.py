@@ -252,7 +252,7 @@ def load_full_optimizer_state(
 
 
 def _check_parts(optimizer: Optimizer) -> None:
-    """Raise ValueError for states that are not shaped as their parameters (Adafactor)."""
+    """Raise ValueError for states not shaped as their parameters (Adafactor)."""
     for p, state in optimizer.state.items():
         cut = any(isinstance(s.placement, (Shard, Flat)) for s in way_of(p).steps)
         for key, value in state.items():
