@@ -242,7 +242,7 @@ def check_tokens(name: str, tokens: Tensor, config: GPTConfig) -> None:
 
 
 def config_named(config: str | GPTConfig) -> GPTConfig:
-    """Return the preset of this name, or a GPTConfig as it is; raise ValueError."""
+    """Return the preset of this name, or `config` itself if it is a GPTConfig."""
     if isinstance(config, GPTConfig):
         return config
     if config not in PRESETS:

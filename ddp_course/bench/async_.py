@@ -1,9 +1,9 @@
 """A parameter server: the gain of asynchronous training, and the cost of pull and push.
 
-Workers wait for a given time instead of computing, and one of them four times as long
-(1 to 8 times, if not quick): seconds per gradient beside the formula. And a worker
-pulls 16 MiB of weights and pushes as many gradients, beside the same bytes by bare
-`send` and `recv`, and by PyTorch's `torch.distributed.rpc`, if available. Chapter 13.
+Workers sleep instead of computing, and one of them four times as long (1 to 8 times, if
+not quick): the seconds per gradient are compared with the formula. Then a worker pulls
+16 MiB of weights and pushes as many gradients; this is compared with bare `send` and
+`recv`, and with PyTorch's `torch.distributed.rpc`, if available. Chapter 13.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def bare(numel: int) -> Callable:
 def served(numel: int) -> Callable:
     """Return a pull and a push by the parameter server, and its step."""
     weight = nn.Parameter(torch.zeros(numel))
-    group = dist.new_group()  # its messages are apart from the others'
+    group = dist.new_group()  # keeps its messages apart from others
     if dist.get_rank() == 0:
         sgd, stepped = torch.optim.SGD([weight], lr=0.1), threading.Semaphore(0)
         after_step = lambda version: stepped.release()  # noqa: E731

@@ -109,7 +109,7 @@ def kept(candidates: Sequence[Candidate]) -> list[int]:
     """Return this rank's bytes at the peak of a real step; called by all ranks."""
     found = []
     for candidate in candidates:
-        gc.collect()  # the model before
+        gc.collect()  # frees the previous model
         found.append(kept_by(candidate, CONFIG, GPT.rows).total)
     return found
 

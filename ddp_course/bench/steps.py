@@ -137,7 +137,7 @@ def measure(
     seconds: float,
     as_one: Callable[[str, Contender], Contender] = lambda name, step: step,
 ) -> Timings:
-    """Return seconds per step, by variant and turn, and the CPU used; on every rank.
+    """Return seconds per step by variant and turn, and the CPU used, on every rank.
 
     `as_one(name, step)` returns the function that is measured for a variant.
     """
@@ -155,7 +155,7 @@ def together(
 ) -> Timings:
     """Measure in turns that begin at the same time on all ranks, which call this.
 
-    Before, each contender is called `warm` times. The measurement ends early after
+    Each contender is first called `warm` times. The measurement ends early after
     about `seconds` on rank 0's clock. By default the first contender's time on rank 0
     decides how often each is repeated in a turn.
     """

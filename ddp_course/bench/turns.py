@@ -112,7 +112,7 @@ def in_turns(
         for name in reversed(order) if turn % 2 else order:
             call = contenders[name]
             if repeat:
-                call()  # does not count: the previous contender's caches and queues
+                call()  # not timed: caches and queues are the previous contender's
             meet()
             start = time.perf_counter()
             for _ in range(max(1, repeat)):

@@ -141,7 +141,7 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def peaks(case: steps.Case) -> dict[str, int]:
-    """Return the peak bytes of a step's storages, by variant; on every rank.
+    """Return the peak bytes of a step's storages, by variant; all ranks call it.
 
     Measured in the third step (`measure.memory_log`).
     """

@@ -141,7 +141,7 @@ class Collective:
         as it has to wait for the other ranks anyhow.
         """
         self.meters, logs = active_meters(), active_logs()
-        # Beside other work, gloo's threads should interrupt it: not patient then.
+        # With `async_op` gloo's threads should interrupt other work: no patience then.
         self.threads = [] if async_op else threads_of(self.comm)
 
         def job() -> None:

@@ -47,7 +47,7 @@ class Planned:
         self.began: Any = None  # start of the last backward
         self.ready: dict[int, Any] = {}  # bucket -> time when it was full
         self.took: Counter[tuple[str, int]] = Counter()  # (op, bucket) -> seconds
-        self.called: list[LiveBucket] = []  # in the order of the last forward
+        self.called: list[LiveBucket] = []  # buckets in the order of the last forward
         self._doing: tuple[str, LiveBucket, float] | None = None  # op, bucket, start
 
     def now(self) -> Any:

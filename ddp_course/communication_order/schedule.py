@@ -210,8 +210,8 @@ def simulate_step(
     """Return the simulated step in which `policy` chooses the pieces.
 
     Args:
-        layers: in the order of forward.
-        policy: any.
+        layers: the layers in the order of forward.
+        policy: the rule that chooses pieces.
         each: time of a piece on the link beside its own length.
         launch: time from handing a piece over to its start on the link; with a credit
             above 1 it overlaps with the sends of earlier pieces.

@@ -402,7 +402,7 @@ def _watched_call(
     if {*watch} == {"bytes"}:
         got, written = call(function, *args)
         return got, {"written": written}
-    living = living_bytes if "memory" in watch else lambda: 0  # to look takes long
+    living = living_bytes if "memory" in watch else lambda: 0  # counting takes long
     before = living()
     with (
         messages_of() as seen,

@@ -69,7 +69,7 @@ def judge_legal(where: str, rows: Rows, num_microbatches: int) -> SimulatedSched
 def judge_bubble(
     where: str, simulated: SimulatedSchedule, wanted: Fraction, owner: str
 ) -> None:
-    """Raise a Hint if the bubble is larger than `wanted`; `owner`: "GPipe's"."""
+    """Raise a Hint if the bubble is larger than `wanted`, the bubble of `owner`."""
     expect(
         simulated.bubble <= wanted,
         f"{where} {float(simulated.bubble):.1%} of the time is idle; {owner} bubble is "

@@ -44,7 +44,7 @@ class Line:
         threading.Thread(target=self._carry, daemon=True, name="slow line").start()
 
     def send(self, start: Callable[[], Any], nbytes: int) -> Any:
-        """Call `start`, which sends the message, when it would arrive.
+        """Call `start`, which sends the message, at the time when it would arrive.
 
         Returns a handle with `wait`.
         """

@@ -69,7 +69,7 @@ from ddp_course.launch.strict_rules import (
 
 NAME = "strict"
 GROUP, PAIR = 0, 2  # gloo's tags of notes, in the stream of a group or of two ranks
-DATA = 1  # added to them, the tags of messages
+DATA = 1  # GROUP + DATA and PAIR + DATA are the tags of messages
 MOMENT = 0.3  # seconds before a failing rank raises, so that its peers can raise, too
 
 

@@ -67,7 +67,7 @@ def check(
     """Return the proof that `schedule` is legal.
 
     Args:
-        schedule: any.
+        schedule: the schedule to check.
         blocking: whether a send blocks until it is received, as in the strictest
             backend. If False, nobody waits for a send, and a receive gets the message
             that it asks for, so condition 3 always holds.

@@ -66,7 +66,7 @@ def stage_plan(
     """Cut the model's spine into stages of `sizes` layers. Pure.
 
     Args:
-        model: with a `spine`.
+        model: a model with a `spine`.
         sizes: for each stage the number of its layers, 1 or more.
         ranks: for each stage its rank.
 

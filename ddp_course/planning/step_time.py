@@ -100,10 +100,10 @@ class Software:
         dropout: whether the model has any.
         data_outermost: whether the ranks of dp lie farthest apart, as in this course's
             meshes; else those of pp do, as in Megatron-LM and torchtitan.
-        frees: whether gradients are freed between steps, as PyTorch's `zero_grad` does,
-            but not buckets, in which DDP averages copies of gradients that several
-            microbatches have added up; and stages keep their outputs until backward.
-            So does this course.
+        frees: whether gradients are freed between steps, as by PyTorch's `zero_grad`.
+            DDP's buckets are not freed: they hold copies of gradients that several
+            microbatches have added up. Stages keep their outputs until backward. All
+            this is so in this course.
         bucket: bytes of gradients that are reduced at once; 0: those of one layer.
         gathers_ahead: whether parameters that ZeRO-1 or 2 gathers after a step arrive
             during the next forward.

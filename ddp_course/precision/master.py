@@ -188,7 +188,7 @@ class MasterWeights(Optimizer):
                         copy.copy_(value)
                         parameter.copy_(value)
                 else:
-                    like = getattr(value, "shape", None) == copy.shape  # not a count
+                    like = getattr(value, "shape", None) == copy.shape  # no step count
                     own = value.to(copy.device, copy=True) if like else deepcopy(value)
                     self.optim.state[copy][name] = own
             self.state[parameter] = {MASTER: copy, **self.optim.state[copy]}

@@ -197,7 +197,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
             raise
 
     def sums(self) -> AbstractContextManager:
-        """Return a block in which gradients that ranks sum are summed together."""
+        """Return a context that sums gradients over the ranks in one message."""
         if not self.sequence_parallel:
             return nullcontext()
         return summed_together(self, self.exchange)

@@ -219,7 +219,7 @@ class SameOrder:
         own = hashlib.sha256(repr(self.units).encode()).hexdigest()[:16]
         for exchange in self.exchanges:
             if set(exchange(own)) != {own}:
-                own = "0" * 16  # tells the ranks along the next group
+                own = "0" * 16  # reports it along the next group
         if own == "0" * 16:
             order = {f"{direction} through the units": self.units}
             agreed(int, *self.groups, error=CollectiveError, **order)

@@ -210,7 +210,7 @@ def _gradients(rank: int, n: int, call: int) -> dict[str, Tensor | None]:
 
 
 def _average(function: Callable) -> Iterator[dict[str, Any]]:
-    """Call the reader's function twice on a model, with other invented gradients."""
+    """Call the reader's function twice on a model, with different gradients."""
     n = dist.get_world_size()
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
     yield _average_once(function, model, 0)

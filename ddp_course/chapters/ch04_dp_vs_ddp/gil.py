@@ -16,7 +16,7 @@ and four ways to run n replicas, each on a batch of its own:
     processes             n processes with one replica each
 
 Only forward is measured, without gradients: autograd runs the backward of all CPU
-replicas in one thread, even without the GIL. Source: "global interpreter lock" in the
+replicas in one thread, whatever the GIL does. Source: "global interpreter lock" in the
 glossary of Python's documentation. Explained in chapter 04.
 """
 

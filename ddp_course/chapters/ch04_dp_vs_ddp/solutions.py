@@ -34,7 +34,7 @@ def average_gradients_flat(model: torch.nn.Module) -> None:
 
 
 def replicas_agree(model: torch.nn.Module) -> bool:
-    """Return whether all ranks have the same bits: 16 letters of each rank suffice."""
+    """Return whether all ranks have the same bits, by comparing their checksums."""
     everyones = [""] * dist.get_world_size()
     dist.all_gather_object(everyones, checksum(model.state_dict()))
     return len(set(everyones)) == 1

@@ -78,7 +78,7 @@ def _models() -> dict[str, Pairs]:
     }
 
 
-NAMED = {  # each name in a bucket
+NAMED = {  # hints about one name in a bucket
     "known": "there is no parameter {name}.",
     "trained": "{name} is in a bucket, but it is frozen: no gradient of it will ever "
     "come, and the bucket will never be full.",

@@ -11,7 +11,7 @@ from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE
 
 MARGIN, NAME_W, COLUMN, GAP = 16, 66, 68, 4
 LAYERS = 4
-GRADIENT, ACTIVATION = 14, 30  # heights of a layer's
+GRADIENT, ACTIVATION = 14, 30  # their heights in pixels, for each layer
 PARAMETERS, STATES = LAYERS * GRADIENT, 2 * LAYERS * GRADIENT  # 4 + 4 + 8 bytes
 BYTE, BOX_H = 46, 34  # the boxes of "16 bytes"
 

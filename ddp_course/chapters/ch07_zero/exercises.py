@@ -37,7 +37,7 @@ def check_my_pieces(answer: Answer) -> str:
 
 def _row(d: Draw) -> tuple[list[int], int, int]:
     n, sizes = d.same.randint(1, 5), (1, 2, 3, 7, 12, 1000)
-    if d.case > 60:  # common mistakes are found before those with nothing in them
+    if d.case > 60:  # empty parameters come last: common mistakes show first
         sizes = (0, *sizes)
     numels = d.same.choices(sizes, k=d.same.randint(int(d.case < 60), 5))
     return numels, d.same.randrange(n), n

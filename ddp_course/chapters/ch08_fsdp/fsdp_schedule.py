@@ -76,7 +76,7 @@ class _Step:
         self.message = message
         self.now = self.network = 0.0
         self.ops: list[UnitOp] = []
-        self.whole: dict[int, tuple[float, float]] = {}  # unit -> launched, there
+        self.whole: dict[int, tuple[float, float]] = {}  # unit -> launch, arrival
 
     def send(self, op: str, unit: int, launched: float) -> float:
         """Send a message as soon as the network is free; return when it has arrived."""

@@ -270,7 +270,7 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
 
 # ---- vocab_loss ----------------------------------------------------------------------
 
-WORDS = 8  # each rank
+WORDS = 8  # words of each rank
 LOSS = {
     "is_pair": "was returned {shown}, not (loss, gradient).",
     "few": "sent {sent} numbers in all by `all_reduce` (and other collectives: "

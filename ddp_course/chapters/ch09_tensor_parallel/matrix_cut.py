@@ -109,7 +109,7 @@ class CutProduct:
         return [after for term, after in pairs if term == "@"]
 
 
-TERMS = {  # how -> what is read from the left: matrices and their cuts, and messages
+TERMS = {  # how -> terms from left to right: matrices with their cuts, and messages
     "column": "X whole, @, W column, =, Y column",
     "row": "X column, @, W row, =, Y sum, all-reduce, Y whole",
     "column then row": (

@@ -65,7 +65,7 @@ def _bits(d: Draw) -> tuple[str, str, str]:
         sign, exponent, fraction = list(BITS)[d.case].split()
         return sign, exponent, fraction
     e, f = d.same.randint(2, 8), d.same.randint(1, 23)
-    if d.case % 5 == 0:  # up to those of float64
+    if d.case % 5 == 0:  # more bits, up to those of float64
         e, f = d.same.randint(9, 11), d.same.randint(24, 52)
     ends = ["0" * e, "1" * e, None, None, None]
     exponent = d.same.choice(ends) or "".join(d.same.choices("01", k=e))
@@ -130,7 +130,7 @@ def _parameters(
         parameter = nn.Parameter(numbers.to(dtype))
         if d.same.random() < 0.7 or not parameters:
             parameter.grad = (d.tensor(shape, torch.float32) / 300).to(dtype)
-            if d.case % 10 == 9 and shape:  # a plain step does not look at its numbers
+            if d.case % 10 == 9 and shape:  # a plain step need not check for inf
                 parameter.grad[:1] = math.inf
         parameters.append(parameter)
         # A parameter without a gradient is not its rounded copy: rounding is seen.

@@ -142,7 +142,7 @@ def _step(d: Draw) -> tuple[list[int], ...]:
 
 # ---- my_late_steps -------------------------------------------------------------------
 
-SIZES = (3, 2, 2, 3)  # neighbouring layers
+SIZES = (3, 2, 2, 3)  # widths: inputs and outputs of neighbouring layers
 FROZEN, UNUSED = "2.inner.bias", "1.scale"  # these two have no gradient
 OPTIMIZERS = {  # optimizers with a step that depends on more than the gradient
     "SGD with momentum": lambda ps: torch.optim.SGD(ps, lr=0.25, momentum=0.5),

@@ -36,7 +36,7 @@ LAYOUTS = (  # (name, chapter, axes, what waits, when to take it)
     ("cp in a node, dp", "16", {"cp": NODE}, "for keys and values, as far as attention "
      "does not hide them", "one sequence's activations are too much"),
 )  # fmt: skip
-COMPRESSED = (  # name, method, bytes of its memory for each parameter, take it if
+COMPRESSED = (  # name, method, bytes of memory for each parameter, when to take it
     ("8 bits", "int8", 0, "links are slow, whatever you hide"),
     ("top 1 %", "topk:0.01", 4, "GPUs are few: the bytes grow with their number"),
     ("PowerSGD", "powersgd:4", 4, "links are slow, and the loss is as good"),
@@ -58,7 +58,7 @@ def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
 
 
 def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
-    """Yield name, chapter, bytes kept, bytes sent, and words."""
+    """Yield rows of the table: name, chapter, bytes kept, bytes sent, remarks."""
     psi = config.num_parameters
     states, weights = 16 * psi, 2 * psi  # in mixed precision, as chapter 06 counts
     out = max(theory.bytes_sent("broadcast_naive", NODE)) * weights

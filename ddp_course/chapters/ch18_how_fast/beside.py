@@ -188,7 +188,7 @@ def real_step(times: int = 3) -> tuple[float, float]:
             _took(lambda: dist.all_reduce(tensor), time.perf_counter)
             for _ in range(times)
         )
-        link = tensor.nbytes / call  # 2 (n - 1) / n of the bytes, for two ranks: all
+        link = tensor.nbytes / call  # a ring sends 2 (n - 1) / n: all of it, for n = 2
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=True)
     x = torch.zeros(ROWS, WIDE.block_size, dtype=torch.int64)
 

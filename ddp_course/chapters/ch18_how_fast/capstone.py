@@ -143,7 +143,7 @@ def _train_each(
     """Train in each layout on this rank; return (steps, losses, resumed_at) of each."""
     found = []
     for layout, folder in zip(layouts, folders, strict=True):
-        gc.collect()  # the layout before
+        gc.collect()  # frees the previous layout's model
         limit = inf if found else LIMIT
         found.append(_train(layout, folder, steps, limit))
     return found

@@ -85,7 +85,7 @@ EASY = (
 )
 
 
-# A clock may begin anywhere: far from 0, or, as of another one, below it.
+# A clock may begin anywhere: far above 0, or below it.
 CLOCKS = 0, 0, -500, 100_000
 
 
@@ -255,7 +255,7 @@ def _a_step(d: Draw) -> tuple[list[tuple[float, float, str]], float, float]:
     span = [t for a, b, _ in events for t in (a, b)] or [0.0]
     before, behind = (d.same.choice([0, 1, 5]) / ticks for _ in range(2))
     start, end = min(span) - before, max(span) + behind
-    if d.case % 5 == 4:  # the middle of it: some events belong to other steps
+    if d.case % 5 == 4:  # a step in the middle: some events belong to others
         part = (end - start) / 4
         start, end = start + part, end - part
     return events, start, end

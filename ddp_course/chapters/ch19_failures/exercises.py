@@ -265,7 +265,7 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
     if gone:  # only a broadcast ends on one rank before all have come
         name, other = "broadcast", r.choice([n for n in NAMES if n != "broadcast"])
     outside = [rank for rank in world if rank not in group]
-    if cause == "order" and r.random() < 0.5:  # the odd rank alone is in the other one
+    if cause == "order" and r.random() < 0.5:  # the odd rank is in the other group
         call(part, name, but=odd)
         wide = r.choice([name, other])  # one name, as two would be another fault
         for rank in (odd, *outside):

@@ -9,7 +9,7 @@ from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.palette import INK, MUTED, WHOLE
 
 HOURS = 12
-DEVICE_HOURS = 50_700  # an H100 runs so long between two of Llama 3's interruptions
+DEVICE_HOURS = 50_700  # H100 hours from one interruption of Llama 3 to the next
 RESTART = 10.0  # minutes from a failure until work goes on
 LEFT, WIDTH, BAR, ROW = 104, 540, 30, 52
 Piece = tuple[str, float, float]  # kind; start and end, in minutes
@@ -34,7 +34,7 @@ def pieces(every: float, save: float, failed: Sequence[float]) -> Iterator[Piece
             yield "kept", clock, clock + every
             yield "save", clock + every, clock + every + save
             clock += every + save
-        if end > clock:  # else it fails again while it restarts
+        if end > clock:  # otherwise a GPU fails again during the restart
             yield ("kept" if end == 60 * HOURS else "lost"), clock, end
         clock = min(end + RESTART, 60.0 * HOURS)
         yield "restart", end, clock
