@@ -29,7 +29,7 @@ SIZES = dict.fromkeys((4 * KIB, 64 * KIB, MIB, 4 * MIB), 20)
 SIZES |= {16 * MIB: 15, 64 * MIB: 10}
 QUICK = {4 * KIB: 5, MIB: 5, 16 * MIB: 3}
 CALLED = 8 * MIB  # bytes; small tensors are reduced repeatedly up to this sum
-# PyTorch's, under the names that they have in this version.
+# PyTorch's functions, under their names in this version.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 P2P = ("naive", "tree", "halving_doubling", "ring")

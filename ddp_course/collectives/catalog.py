@@ -85,7 +85,7 @@ def gather_plan(world_size: int, root: int = 0) -> Plan:
 
 
 def _shards(n: int) -> list[set[int]]:
-    """Return {r} for each rank r: the start of an all-gather."""
+    """Return the chunks of each rank before an all-gather: chunk r on rank r."""
     return [{r} for r in range(n)]
 
 

@@ -209,8 +209,8 @@ def kind_of(value: Any) -> str:
 def described(value: Any) -> str:
     """Return kind and digest: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
 
-    Ranks that share a model compare it, as they need the same batch. If each had a
-    batch of its own, as in data parallelism, no shape would show it. Chapters 09, 10.
+    Ranks that share a model compare these texts of their batches, which must be equal.
+    Different batches may have equal shapes, so the digest is needed. Chapters 09, 10.
     """
     if not isinstance(value, Tensor) or value.is_meta:
         return kind_of(value)

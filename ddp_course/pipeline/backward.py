@@ -50,7 +50,7 @@ class Recomputed:
         self.inputs: dict[tuple[int, int], tuple[Tensor, Any]] = {}
 
     def before_run(self, runtime: Runtime) -> None:
-        """Replace F, if a backward will follow."""
+        """Replace the runtime's forward operation, if a backward will follow."""
         if torch.is_grad_enabled():
             runtime.operations["F"] = partial(self.forward, runtime)
 

@@ -104,7 +104,7 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
         rank, action = event.rank, event.action
         rows[rank].append((event.start, 1, number, Instruction("compute", action)))
         peer = schedule.receiver(action)
-        if peer is not None:  # 0: messages come before actions of the same time
+        if peer is not None:  # 0: before actions that start at this time
             place = event.end, 0, number
             rows[rank].append((*place, Instruction("send", action, peer)))
             rows[peer].append((*place, Instruction("recv", action, rank)))

@@ -271,7 +271,7 @@ def _gather(
 def _ring_attention(
     w: Workload, cluster: Cluster, c: Candidate, channel: float
 ) -> tuple[float, float]:
-    """Return one layer's seconds of keys and values on their way, and the bytes.
+    """Return the seconds that one layer's keys and values travel, and the bytes sent.
 
     `channel` are the bytes of one channel of all tokens that a rank has.
     """

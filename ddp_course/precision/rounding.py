@@ -86,7 +86,7 @@ def sum_in_order(
         count, numel = values.shape
         chunk = ((torch.arange(numel) + 1) * count - 1) // numel  # each element's chunk
         ranks = (chunk + 1 + torch.arange(count)[:, None]) % count
-        values = values.gather(0, ranks)  # each chunk from its first rank on
+        values = values.gather(0, ranks)  # each chunk begins with its first rank
     rows = list(values.to(dtype))
     if order != "tree":
         return sum(rows[1:], start=rows[0])

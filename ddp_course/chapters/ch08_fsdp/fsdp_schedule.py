@@ -86,7 +86,7 @@ class _Step:
         return self.network
 
     def gather(self, units: Sequence[int]) -> None:
-        """Launch the all-gathers of those units that are not whole, nor on the way."""
+        """Launch the all-gathers of units that are neither whole nor on the way."""
         for unit in units:
             if unit not in self.whole:
                 arrival = self.send("all-gather", unit, self.now)

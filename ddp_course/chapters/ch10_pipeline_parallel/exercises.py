@@ -343,7 +343,7 @@ def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
 
 
 def _orders_of(events: list[tuple[str, int]], m: int) -> dict[str, Any]:
-    """Check that a rank has run its actions in GPipe's order."""
+    """Return facts about a rank's actions: whether they are in GPipe's order."""
     facts: dict[str, Any] = {
         "m": m,
         "events": code(" ".join(f"{what}({k})" for what, k in events)),

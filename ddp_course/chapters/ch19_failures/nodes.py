@@ -23,8 +23,8 @@ from ddp_course.launch.rendezvous import loopback_interface
 
 # torchrun waits 30 s for more nodes, and 15 s before it believes that one is dead.
 QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
-# Otherwise the store's address is published in the first round only, and a node that
-# comes later waits 60 s for it and fails, with all others (torch 2.13).
+# Without this, the store's address is published in the first round only, and a node
+# that comes later waits 60 s for it and fails, with all others (torch 2.13).
 LATE_NODES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -93,7 +93,7 @@ class Nodes:
         return len(torch.load(path)["record"]["losses"]) if path.exists() else 0
 
     def wait_for(self, condition: Callable, name: str) -> object:
-        """Return the condition's value as soon as it is true; raise when it is late."""
+        """Return the condition's value as soon as it is true; raise at the deadline."""
         while not (value := condition()):
             ended = [agent for agent in self.agents.values() if agent.poll()]
             if ended or time.monotonic() > self.deadline:

@@ -1,4 +1,4 @@
-"""Three ranks, one of which computes wrong once, or a little wrong for ever."""
+"""Three ranks, one of which is wrong once, or slightly wrong all the time."""
 
 from __future__ import annotations
 
