@@ -94,7 +94,7 @@ def in_turns(
     """Call every contender in each of at most `turns` turns; return seconds per call.
 
     Args:
-        contenders: by name; a float that a call returns is used as its seconds.
+        contenders: functions by name; a float that a call returns is its seconds.
         turns: the largest number of turns.
         repeat: calls of each contender in a turn, after a warm-up call; 0 means one
             call without a warm-up.

@@ -85,7 +85,7 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     leaves, tree = pytree.tree_flatten((args, kwargs))
     inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     own = owner.parameters() if isinstance(owner, nn.Module) else ()
-    parameters = [p for p in own if isinstance(p, Tensor)]  # gathered now
+    parameters = [p for p in own if isinstance(p, Tensor)]  # they are gathered here
     needed = any(tensor.requires_grad for tensor in (*inputs, *parameters))
     if not (needed and torch.is_grad_enabled()):
         return function(*args, **kwargs)

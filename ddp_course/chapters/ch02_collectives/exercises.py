@@ -89,7 +89,7 @@ def check_my_broadcast(answer: Answer) -> str:
 
 
 def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -> None:
-    """Count messages and steps; in each step a rank sends at most one message."""
+    """Raise a Hint unless messages and steps are few; a rank sends one in each step."""
     sent = [dst for facts in real for dst, _ in facts["sent"]]
     for rank in range(n):
         times, once = sent.count(rank), int(rank != 0)

@@ -163,7 +163,7 @@ def wrong_memory(case: Case) -> str:
 
 
 def _mistake(got: Any, mistakes: Mapping[str, Tensor]) -> str:
-    """Return the description in `mistakes`, {text: result}, with the result `got`."""
+    """Return the text in `mistakes`, {text: result}, for a result equal to `got`."""
     return next(
         (words for words, of_it in mistakes.items() if equal_values(got, of_it)), ""
     )

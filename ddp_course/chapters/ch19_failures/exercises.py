@@ -164,7 +164,7 @@ def check_my_suspect(answer: Answer) -> str:
 
 
 def _digests(d: Draw) -> tuple[list[list[int]]]:
-    """Return digests of ranks, some of which leave the others, one after the other."""
+    """Return the ranks' digests by comparison; some ranks go wrong, one by one."""
     r = d.same
     ranks, rows = r.choice([2, 3, 3, 4, 5, 6, 8]), r.randint(1, 6)
     wrong = r.sample(range(ranks), r.choice([0, 1, 1, 1, 2, ranks // 2, ranks - 1]))
