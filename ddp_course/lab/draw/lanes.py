@@ -181,7 +181,7 @@ def _draw_lane(
     else:
         d.text(0, name + 15, lane.name, size=12, anchor="start")
     blocks = _visible(lane.blocks, scale)
-    next_lefts = [*(left for left, _, _ in blocks[1:]), math.inf]
+    next_lefts = [*(left for left, _, _ in blocks), math.inf][1:]
     for (left, right, block), next_left in zip(blocks, next_lefts, strict=True):
         tall = high if block.look == "waits" else BLOCK
         at = name_w + left, LOWER * block.lower, right - left, tall
