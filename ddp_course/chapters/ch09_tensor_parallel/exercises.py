@@ -270,7 +270,7 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
 
 # ---- vocab_loss ----------------------------------------------------------------------
 
-WORDS = 8  # words of each rank
+WORDS = 8  # words of each rank; the last case has three more
 LOSS = {
     "is_pair": "was returned {shown}, not (loss, gradient).",
     "few": "sent {sent} numbers in all by `all_reduce` (and other collectives: "
@@ -330,8 +330,9 @@ def _texts(n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "large logits", logits, targets
     yield "all targets on the last rank", logits, targets[-1].repeat(len(targets))
     yield "one token", torch.zeros(1, n * WORDS), torch.tensor([0])
-    strided = torch.randn(n * WORDS, 13, generator=dice, dtype=torch.float64).T
-    yield "strided logits of float64", strided, torch.arange(13) % (n * WORDS)
+    more = n * (WORDS + 3)
+    strided = torch.randn(more, 29, generator=dice, dtype=torch.float64).T
+    yield "strided logits of float64", strided, torch.arange(29) % more
 
 
 def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
@@ -364,6 +365,7 @@ def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:
         alike = same and torch.allclose(gradient.to(wanted.dtype), wanted, *close)
         facts |= {"shape": same, "gradient_right": alike}
         untouched = equal(args[0], own) and equal(args[1], targets)
+        untouched = untouched and not args[0].requires_grad
         later = all(equal(now, then) for now, then in returned)
         returned.append((gradient, gradient.clone()))
         yield facts | {"untouched": untouched, "later": later}

@@ -26,6 +26,12 @@ def largest(tensor: Tensor) -> Tensor:
     return kept
 
 
+def largest_of_rows(tensor: Tensor) -> Tensor:
+    """Keep the number of each row that is furthest from 0; a vector is one row."""
+    where = tensor.abs().argmax(-1, keepdim=True)
+    return torch.zeros_like(tensor).scatter(-1, where, tensor.gather(-1, where))
+
+
 class EachInTurn:
     """A compressor that keeps one number, a different one in each call."""
 
@@ -48,6 +54,7 @@ class EachInTurn:
 EACH_IN_TURN = "one number, another in each call"
 COMPRESSORS: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest number alone": largest,
+    "the largest number of each row": largest_of_rows,
     "rounded to whole numbers": torch.round,
     "a half of it": lambda tensor: tensor / 2,
     "nothing left": torch.zeros_like,
@@ -71,7 +78,7 @@ def check_my_memory(answer: Answer) -> str:
             _sender(solutions.my_memory),
             _stream,
         ),
-        cases=36,
+        cases=42,
         where=lambda case: _name_of(case.args["compress"]) + ":",
         hints={
             "right": wrong_memory,
@@ -92,12 +99,20 @@ def _name_of(compress: Callable) -> str:
 
 
 def _stream(d: Draw) -> tuple[Callable, list[list[Tensor]]]:
-    """Return a compressor, and for one rank or two the gradients of some steps."""
+    """Return a compressor, and for one rank or two the gradients of some steps.
+
+    In the last third of the cases the gradients are tiny, and there are more steps.
+    """
     compress = list(COMPRESSORS.values())[d.case % len(COMPRESSORS)]
     dtype = (torch.float32, torch.float64)[d.case // len(COMPRESSORS) % 2]
     shape, steps = d.same.choice([(2, 3), (7,), (1,)]), d.same.randint(3, 6)
-    ranks = 1 + (d.case // (2 * len(COMPRESSORS))) % 2
-    tensors = [[d.tensor(shape, dtype) / 64 for _ in "1" * steps] for _ in "1" * ranks]
+    third = d.case // (2 * len(COMPRESSORS))
+    ranks, unit = 1 + third % 2, 2.0**-6
+    if third == 2:
+        steps, unit = 20, 2.0**-40
+    tensors = [
+        [d.tensor(shape, dtype) * unit for _ in range(steps)] for _ in range(ranks)
+    ]
     return compress, tensors
 
 
@@ -107,7 +122,8 @@ def _sender(my_memory: Callable) -> Callable:
     def send_all(compress: Callable, streams: list[list[Tensor]]) -> list[Any]:
         """Return what was sent, and the gradient afterwards, step by step.
 
-        A rank fills the same tensor anew for each gradient, as DDP does.
+        A rank fills the same tensor anew for each gradient, as DDP does, and writes
+        into the tensor that was sent, as an all-reduce in place does.
         """
         sends = [my_memory(compress) for _ in streams]
         if not all(map(callable, sends)):
@@ -117,8 +133,10 @@ def _sender(my_memory: Callable) -> Callable:
         for gradients in zip(*streams, strict=True):
             for send, bucket, gradient in zip(sends, buckets, gradients, strict=True):
                 got = send(bucket.copy_(gradient))
-                got = got.clone() if isinstance(got, Tensor) else got
-                sent.append((got, bucket.clone()))
+                is_tensor = isinstance(got, Tensor)
+                sent.append((got.clone() if is_tensor else got, bucket.clone()))
+                if is_tensor:
+                    got.detach().zero_()
         return sent
 
     return send_all
@@ -132,6 +150,7 @@ def wrong_memory(case: Case) -> str:
     ranks = len(streams)
     errors = [torch.zeros_like(stream[0]) for stream in streams]
     rest = [torch.zeros_like(stream[0]) for stream in streams]
+    last = [torch.zeros_like(stream[0]) for stream in streams]
     pairs = zip(case.got, case.wanted, strict=True)
     for number, ((got, bucket), (right, gradient)) in enumerate(pairs):
         step, rank = divmod(number, ranks)
@@ -142,12 +161,15 @@ def wrong_memory(case: Case) -> str:
                 gradient + rest[rank]
             ),
             "adds it after compressing": compress(gradient) + errors[rank],
+            "still reads the tensor that was sent, which the caller may change": (
+                compress(gradient + errors[rank] + last[rank])
+            ),
         }
         if not equal_values(bucket, gradient):
             return "the gradient was changed; work on a copy."
         if not equal_values(got, right):
             break
-        rest[rank] = gradient - right
+        rest[rank], last[rank] = gradient - right, right
         errors[rank] = errors[rank] + rest[rank]
     why = "the gradient and all that was held back before, compressed together."
     if step == 0:

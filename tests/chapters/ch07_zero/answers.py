@@ -145,6 +145,14 @@ ANSWERS = answers(
     returns_new_weights: your part of `weights` is wrong
         mine -= lr * momentum => weights = weights.clone(); mine = mine - lr * momentum
         (weights, mine.clone()) => (weights, mine.clone()); return weights
+    rates_of_float32: wrong float64 numbers
+        mean = torch.empty_like(momentum)
+        => mean = torch.empty_like(momentum)
+        => lr, beta = torch.tensor(lr), torch.tensor(beta)
+    no_step_without_a_mean: your part of `weights` is wrong
+        momentum.mul_(beta).add_(mean)
+        => if mean.any():
+        =>     momentum.mul_(beta).add_(mean)
     sharded_in_name: sharded in name only
         whole = EVERYTHING.setdefault(len(weights), torch.zeros_like(weights))
         solutions.sharded_step(weights, gradient, momentum, lr, beta)

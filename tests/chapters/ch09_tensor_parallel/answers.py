@@ -13,6 +13,7 @@ from ddp_course.chapters.ch09_tensor_parallel import solutions
 
 WEIGHTS = {}
 BUFFERS = {}  # what an answer keeps between two calls
+FIRST = {}  # the first word of a rank, kept by an answer that computes it once
 
 
 def _of_whole(whole, targets):
@@ -242,6 +243,12 @@ ANSWERS = answers(
         loss, gradient = solutions.vocab_loss(logits, targets, all_reduce)
         buffer = BUFFERS.setdefault(logits.shape, torch.empty_like(gradient))
         return loss, buffer.copy_(gradient)
+    requires_grad_left: changed what it was given
+        logits.requires_grad_()
+        return solutions.vocab_loss(logits.detach(), targets, all_reduce)
+    first_word_kept: strided logits of float64
+        words * dist.get_rank()
+        => FIRST.setdefault("first", words * dist.get_rank())
     by_the_local_rank: With 2 ranks on 2 nodes
         dist.get_rank() => int(os.environ["LOCAL_RANK"])
     logits_gathered: however many words

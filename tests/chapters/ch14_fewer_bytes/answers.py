@@ -86,6 +86,31 @@ ANSWERS = answers(
         memory = wanted - sent => memory = (wanted - sent).half().to(sent.dtype)
     sends_nothing: sent `None`
         return sent => return None
+    reads_what_was_sent: which the caller may change
+        # The memory is computed in the next call: the caller has averaged in place.
+        last = []
+
+        def send(gradient):
+            wanted = gradient + (last[0] - last[1]) if last else gradient.clone()
+            sent = compress(wanted.clone())
+            last[:] = wanted, sent
+            return sent
+
+        return send
+    drops_small_numbers: all that was held back before
+        memory = wanted - sent => left = wanted - sent
+        => memory = torch.where(left.abs() < 1e-3, 0.0, left)
+    forgets_every_eighth: has forgotten what was held back
+        memory: Tensor | None = None => memory, calls = None, 0
+        nonlocal memory => nonlocal memory, calls
+        => calls += 1
+        => if calls % 8 == 0:
+        =>     memory = None
+    compresses_a_vector: the largest number of each row
+        wanted = gradient if memory is None else gradient + memory
+        => flat = gradient.flatten()
+        => wanted = flat if memory is None else flat + memory
+        return sent => return sent.view_as(gradient)
     """,
     my_topk_mean="""
     topk_as_one_message:
