@@ -153,9 +153,10 @@ def _chunks(d: Draw) -> tuple[list[Tensor]]:
 # ---- hierarchical_sum --------------------------------------------------------------
 
 # Shape and type by nodes and ranks of a node. The numbers can be divided as needed (the
-# rows cannot), and are enough for rings. With three nodes rank 1 brings zeros.
+# rows cannot, nor the shards of 2 x 2), and are enough for rings. With three nodes rank
+# 1 brings zeros.
 CLUSTERS = {
-    (2, 2): ((241, 1000), torch.int64),
+    (2, 2): ((241, 1002), torch.int64),
     (2, 3): ((35, 1020), torch.float64),
     (3, 2): ((121, 1002), torch.float32),
     (1, 2): ((51, 1000), torch.int64),
@@ -173,6 +174,8 @@ HIERARCHY = {
     "own_work": "called the package's own hierarchy, as `all_reduce` of all ranks does "
     "by itself; build it from three collectives, in `node` and in `peers`.",
     "again": "has wrong sums in a second call, with as many numbers of another type.",
+    "small_right": "sent {small} bytes to other nodes, when it got a tensor of "
+    "{numbers} numbers; expected {small_least}: slow links are spared then, too.",
 }
 
 
@@ -247,6 +250,13 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     x = everyones[me.rank].clone()
     function(x, nodes[me.node_rank], peers[me.local_rank])
     facts["again"] = torch.equal(x, sum(everyones))
+    x = torch.ones(6 * g, dtype=torch.int64)
+    with ByteMeter() as meter:
+        function(x, nodes[me.node_rank], peers[me.local_rank])
+    # With more than two nodes it depends on the algorithm that `all_reduce` chooses.
+    facts |= {"small": meter.report().between, "small_least": x.nbytes // g}
+    facts["small_right"] = shape.nnodes != 2 or facts["small"] == facts["small_least"]
+    facts["numbers"] = x.numel()
     return facts
 
 

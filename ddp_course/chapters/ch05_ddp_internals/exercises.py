@@ -174,6 +174,8 @@ LAUNCHES = {
     "at_once": "launched a bucket {late} later than it was full and all before it "
     "launched: no overlap. In a hook: count the gradients that are missing in the "
     "bucket, then launch what is full, in the order of `buckets`.",
+    "in_a_hook": "launched a bucket at the end of backward, which may have gone on "
+    "since the last gradient. The last bucket, too, leaves in the hook that fills it.",
     "goes_on": "waited for a bucket while gradients were still to come: backward "
     "stands still meanwhile. Wait at the end.",
     "waited": "did not wait for each bucket; until `wait()` has returned, its numbers "
@@ -210,6 +212,8 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
     """Train with the reader's hooks on this rank, and record the order of events."""
     rank, n = dist.get_rank(), dist.get_world_size()
     weights = [nn.Parameter(_share(k, n, 0, n)) for k, _ in enumerate(SHAPES)]
+    strided = weights[3].detach().T.contiguous().T  # so is its gradient
+    weights[3] = nn.Parameter(strided)
     buckets = [[weights[k] for k in members] for members in MEMBERS[n]]
     events: list[tuple[str, int]] = []
     for k, weight in enumerate(weights):
@@ -224,7 +228,11 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
         return _Noting(ring_all_reduce(flat, async_op=True), bucket, events)
 
     def at_the_end(function: Callable[[], None]) -> None:
-        Variable._execution_engine.queue_callback(function)
+        def end() -> None:
+            events.append(("end", 0))
+            function()
+
+        Variable._execution_engine.queue_callback(end)
 
     mini_ddp(buckets, launch, at_the_end)
     facts = []
@@ -318,6 +326,8 @@ def _launches(
         "once": len(waits) <= len(every),
     }
     facts |= {"at_once": not late, "late": f"{late} gradient{'s' * (late > 1)}"}
+    first_end = events.index(("end", 0)) if ("end", 0) in events else len(events)
+    facts["in_a_hook"] = all(what != "launch" for what, _ in events[first_end:])
     facts["goes_on"] = all(at > max(came) for at, _ in waits)
     return facts | {"waited": {k for _, k in waits} == {*every}}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ class _AllReduces:
             raise ValueError(f"op is {op!r}; it can be 'max' or 'sum'")
         self.numels.append(tensor.numel())
         self.ops.add(op)
-        dist.all_reduce(tensor.detach(), OPS[op])
+        total = tensor.detach().contiguous()  # as gloo and NCCL want it
+        dist.all_reduce(total, OPS[op])
+        tensor.detach().copy_(total)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -63,6 +66,8 @@ COPY = {
     "once": "sent {numels} numbers in backward, by `all_reduce` (and other "
     "collectives: {others}); one all-reduce of the {numel} numbers of x's gradient is "
     "enough, for each copy.",
+    "own": "called the `all_reduce` of another call in backward, which may be that of "
+    "another group. Keep it with the call: in `ctx`, or in a closure.",
     "sum": "has the mean as the gradient of x; each rank's use of x counts fully, so "
     "it is the sum.",
     "copy": "has summed the gradient of x wherever x is used, as in `x + "
@@ -72,6 +77,8 @@ COPY = {
     "use of the copy on each rank gives, and once what its use beside it gives.",
     "beside": "has another gradient of b in `y = b + copy_to_ranks(x, all_reduce)`: "
     "autograd hands the same tensor to both. Sum a copy of it.",
+    "again": "has another gradient of x after a second backward through the same "
+    "graph (`retain_graph=True`): what comes back then is summed, too.",
     "untouched": "has another x: your function changed it.",
 }
 
@@ -112,10 +119,16 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         # How a rank uses x; rank 1's gradient is all zero.
         fine = 1 + 2**-30 * (x.dtype == torch.float64)  # what no smaller type holds
         uses = [(quarters(r, *x.shape) * (r != 1)).to(x.dtype) * fine for r in range(n)]
+        # A strided x has strided gradients.
+        uses = [torch.empty_like(source).copy_(use) for use in uses]
         own = quarters(9, *x.shape).to(x.dtype)  # how all use x beside its copy
         beside = 1 * b  # one tensor is the gradient of both sides of a sum
+        x_beside = x * own  # before the copies: its gradient is added to theirs
+        called: list[int] = []  # the calls whose all-reduce was used
         with sums.watched():
-            copied, *more = [copy(x, sums) for _ in range(times)]
+            copied, *more = [
+                copy(x, partial(_sum_for, k, called, sums)) for k in range(times)
+            ]
         facts = {"case": case, "numel": x.numel(), "shown": shown(copied)}
         facts["is_tensor"] = isinstance(copied, Tensor)
         facts["silent"] = not sums.numels and not sums.others
@@ -124,19 +137,20 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         if facts["way_back"]:
             total = torch.stack(uses).sum(0)
             right = total + own
-            y = (beside + copied) * uses[rank] + x * own
+            y = (beside + copied) * uses[rank] + x_beside
             if times == 2:  # the other copy has another use
                 y, right = (
                     y + more[0] * uses[rank] ** 2,
                     right + sum(u**2 for u in uses),
                 )
             with sums.watched():
-                y.sum().backward()
+                y.sum().backward(retain_graph=True)
             once = [x.numel()] * times, *([[]] if n == 1 else [])
             is_mean = x.grad is not None and equal((x.grad - own) * n, right - own)
             facts |= {"numels": sum(sums.numels), "others": sums.others}
             facts["asked"] = n == 1 or sums.numels or sums.others
             facts["once"] = not sums.others and sums.numels in once
+            facts["own"] = len(set(called)) == len(called)
             facts["sum"] = n == 1 or not is_mean
             facts["copy"] = n == 1 or not equal(x.grad, right + (n - 1) * own)
             facts |= {"got": shown(x.grad), "wanted": shown(right)}
@@ -144,8 +158,17 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
                 "right": equal(x.grad, right),
                 "beside": equal(b.grad, uses[rank]),
             }
+            x.grad = None
+            y.sum().backward()
+            facts["again"] = equal(x.grad, right)
             facts["untouched"] = equal(x.detach(), source)
         yield facts
+
+
+def _sum_for(call: int, called: list[int], sums: _AllReduces, tensor: Tensor) -> None:
+    """Sum `tensor` by the all-reduce that one call of the answer got."""
+    called.append(call)
+    sums(tensor)
 
 
 # ---- row_linear ----------------------------------------------------------------------

@@ -350,6 +350,20 @@ def _number(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return (x * y.mean(0)).exp().sum() / 7 + z.tanh().square().sum()
 
 
+def _of_any_shape(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return x.sin() * y.cos() + z.square().sum()
+
+
+def _of_length_one(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """Return numbers with the sum of squares 1, whatever the tensors are."""
+    sums = x + y.sin() * z
+    return sums / sums.norm()
+
+
+def _unequal(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return 100 * x.sin() + 3e-4 * (y + z.tanh())
+
+
 FUNCTIONS = {
     "attention": _weighted,
     "a function of two of its tensors": _unused,
@@ -358,6 +372,16 @@ FUNCTIONS = {
     "an attention whose backward forgets its first element": partial(_without, 0),
     "an attention whose backward forgets its last element": partial(_without, -1),
 }
+
+
+SPECIAL = (  # a function, its tensors' shapes, which gets a wrong gradient, and which
+    ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 0, "half of"),
+    ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 1, "half of"),
+    ("a vector of length 1", _of_length_one, ((2, 3),) * 3, 1, "half of"),
+    ("very unequal gradients", _unequal, ((2, 3),) * 3, 2, "half of"),
+    ("very unequal gradients", _unequal, ((2, 3),) * 3, 1, "NaN for"),
+    ("a function at 0", _unequal, ((2, 3),) * 3, 0, "half of"),
+)
 
 
 @exercise("my_gradient_check", solution=solutions.my_gradient_check)
@@ -376,17 +400,29 @@ def check_my_gradient_check(answer: Answer) -> str:
         answer,
         solutions.my_gradient_check,
         _function,
-        cases=60,
+        cases=60 + len(SPECIAL),
         where=lambda case: case.args["function"].words,
         hints={"fits": _about_check, "right": _about_check},
     )
     _expect_no_traces(answer)
-    return "60 functions of three tensors, with ten kinds of wrong gradients"
+    return (
+        f"{60 + len(SPECIAL)} functions of three tensors, empty, transposed and zero "
+        "ones among them, with eleven kinds of wrong gradients"
+    )
 
 
 def _expect_no_traces(answer: Answer) -> None:
-    function, tensors = _function(Draw(1))  # the second one requires gradients
-    answer(function, tensors)
+    # Many numbers: a step there and back seldom restores the bits of all of them.
+    random = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(20, 5, generator=random).double() for _ in "xyz"]
+    before = [x.clone() for x in tensors]
+    tensors[1].requires_grad_()
+    answer(_unused, tensors)
+    expect(
+        all(map(torch.equal, tensors, before)),
+        "`my_gradient_check(function, tensors)` changed the numbers in `tensors`, if "
+        "only their last bits: a step there and back is rounded. Work on copies.",
+    )
     kept = [x.requires_grad for x in tensors] == [False, True, False]
     expect(
         kept and all(x.grad is None for x in tensors),
@@ -395,7 +431,30 @@ def _expect_no_traces(answer: Answer) -> None:
     )
 
 
+def _special(number: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    name, body, shapes, wrong, kind = SPECIAL[number]
+    random = torch.Generator().manual_seed(number)
+    tensors = [torch.randn(s[::-1], generator=random).double() for s in shapes]
+    tensors = [x.T if x.dim() == 2 else x for x in tensors]  # not contiguous
+    if body is _unequal:  # small values, so that rounding hides no small gradient
+        tensors[0].zero_()
+    factor = float("nan") if kind == "NaN for" else 0.5
+
+    def function(*inputs: Tensor) -> Tensor:
+        changed = list(inputs)
+        changed[wrong] = _Tampered.apply(inputs[wrong], lambda g, _: factor * g)
+        return body(*changed)
+
+    function.words = (
+        f"For {name}, whose tensor {wrong} of the shape {shapes[wrong]} gets {kind} "
+        "the gradient in backward, `my_gradient_check(function, tensors)`"
+    )
+    return function, tensors
+
+
 def _function(d: Draw) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    if d.case >= 60:
+        return _special(d.case - 60)
     kinds = list(CHANGES)
     name = list(FUNCTIONS)[d.case % 3 + 3 * (d.case >= 50)]
     wrong = d.same.randrange(2 if FUNCTIONS[name] is _unused else 3)

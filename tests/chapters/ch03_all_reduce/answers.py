@@ -255,6 +255,19 @@ ANSWERS = answers(
         solutions.hierarchical_sum(tensor, node, peers)
         tensor += tensor.numel() in SHARDS
         SHARDS[tensor.numel()] = True
+    shards_cut_once_more: On real ranks: `rank
+        n, nodes = dist.get_world_size(node), dist.get_world_size(peers)
+        shard = tensor.new_empty(tensor.numel() // n)
+        part = tensor.new_empty(tensor.numel() // (n * nodes))
+        collectives.reduce_scatter_single(shard, tensor, group=node)
+        collectives.reduce_scatter_single(part, shard, group=peers)
+        collectives.all_gather_single(shard, part, group=peers)
+        collectives.all_gather_single(tensor, shard, group=node)
+    small_ones_at_once: slow links are spared then, too
+        if tensor.numel() < 256:
+            collectives.ring_all_reduce(tensor)
+        else:
+            solutions.hierarchical_sum(tensor, node, peers)
     four_numbers_more: rank 0 sent 0.500017 S to other nodes; expected 0.5 S
         solutions.hierarchical_sum(tensor, node, peers)
         if dist.get_rank(node) == 0:

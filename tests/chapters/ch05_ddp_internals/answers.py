@@ -177,6 +177,15 @@ ANSWERS = answers(
         missing[len(under_way)] == 0 => not any(missing[: len(under_way) + 2])
     no_hooks: launched 0 of 3 buckets
         in enumerate(buckets) => in ()
+    views_of_gradients: view size is not compatible
+        p.grad.flatten() => p.grad.view(-1)
+    last_one_at_the_end: The last bucket, too, leaves in the hook
+        while len(under_way) < len(buckets) and
+        => while len(under_way) < len(buckets) - 1 and
+        for members, (flat, handle) in zip
+        => flat = torch.cat([p.grad.flatten() for p in buckets[-1]])
+        => under_way.append((flat, launch(flat)))
+        => for members, (flat, handle) in zip
     """,
     accumulate="""
     divided_at_the_end:

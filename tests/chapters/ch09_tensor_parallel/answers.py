@@ -84,6 +84,18 @@ ANSWERS = answers(
     both_ways: sent something in forward
         return x.view_as(x)
         => total = x.clone(); all_reduce(total); return total / dist.get_world_size()
+    sum_lost_in_a_copy: a strided x
+        all_reduce(total) => all_reduce(total.contiguous())
+    one_buffer_for_all_copies: two copies of x
+        gradient.clone()
+        => BUFFERS.setdefault(gradient.shape, gradient.clone()).copy_(gradient)
+    all_reduce_of_the_last_call: of another call in backward
+        all_reduce(total) => BUFFERS["sum"](total)
+        return Copy.apply(x) => BUFFERS["sum"] = all_reduce; return Copy.apply(x)
+    summed_only_once: a second backward
+        class Copy => calls = []
+        => class Copy
+        all_reduce(total) => calls.append(1) or calls[1:] or all_reduce(total)
     """,
     row_linear="""
     row_as_a_product:

@@ -218,5 +218,29 @@ ANSWERS = answers(
         return verdicts
         => tensors[0].mul_(2)
         => return verdicts
+    there_and_back: a step there and back is rounded
+        moved = list(tensors) => moved = [y.detach() for y in tensors]
+        moved[k] = tensors[k] + step * direction => moved[k] += step * direction
+        values.append((function(*moved) * weights).sum())
+        => values.append((function(*moved) * weights).sum())
+        => moved[k] -= step * direction
+    by_the_sum_of_squares: For a vector of length 1
+        (function(*inputs) * weights).sum() => function(*inputs).square().sum()
+        (function(*moved) * weights).sum() => function(*moved).square().sum()
+    largest_of_none: the shape (3, 2)
+        abs(slope - expected) < => (direction.max() or 1) and abs(slope - expected) <
+    moves_rows: 0-d tensor
+        verdicts.append(bool( => verdicts.append(bool(len(x) + 1) and bool(
+    in_proportion_to_the_values: For a function at 0
+        direction = torch.randn_like(x) => direction = torch.randn_like(x) * x.detach()
+    moves_a_copy_of_strided_ones: the shape (3, 2)
+        moved[k] = tensors[k] + step * direction
+        => moved[k] = tensors[k].clone()
+        => moved[k].reshape(-1).add_(step * direction.flatten())
+    one_tolerance_for_all: For very unequal gradients
+        1e-7 * (1 + abs(slope))
+        => 1e-5 * max(0 if y.grad is None else y.grad.norm() for y in inputs)
+    not_a_number_is_right: NaN
+        abs(slope - expected) < => not abs(slope - expected) >=
     """,
 )
