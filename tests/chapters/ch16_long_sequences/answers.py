@@ -224,16 +224,16 @@ ANSWERS = answers(
         values.append((function(*moved) * weights).sum())
         => values.append((function(*moved) * weights).sum())
         => moved[k] -= step * direction
-    by_the_sum_of_squares: For a vector of length 1
-        (function(*inputs) * weights).sum() => function(*inputs).square().sum()
-        (function(*moved) * weights).sum() => function(*moved).square().sum()
-    largest_of_none: the shape (3, 2)
+    by_the_length: For a vector of length 1
+        (function(*inputs) * weights).sum() => function(*inputs).norm()
+        (function(*moved) * weights).sum() => function(*moved).norm()
+    largest_of_none: input.numel() == 0
         abs(slope - expected) < => (direction.max() or 1) and abs(slope - expected) <
     moves_rows: 0-d tensor
         verdicts.append(bool( => verdicts.append(bool(len(x) + 1) and bool(
     in_proportion_to_the_values: For a function at 0
         direction = torch.randn_like(x) => direction = torch.randn_like(x) * x.detach()
-    moves_a_copy_of_strided_ones: the shape (3, 2)
+    moves_a_copy_of_strided_ones: For a function of any shapes
         moved[k] = tensors[k] + step * direction
         => moved[k] = tensors[k].clone()
         => moved[k].reshape(-1).add_(step * direction.flatten())
