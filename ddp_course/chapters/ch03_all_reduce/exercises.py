@@ -174,6 +174,7 @@ HIERARCHY = {
     "own_work": "called the package's own hierarchy, as `all_reduce` of all ranks does "
     "by itself; build it from three collectives, in `node` and in `peers`.",
     "again": "has wrong sums in a second call, with as many numbers of another type.",
+    "small_sums": "has wrong sums of a tensor of {numbers} numbers.",
     "small_right": "sent {small} bytes to other nodes, when it got a tensor of "
     "{numbers} numbers; expected {small_least}: slow links are spared then, too.",
 }
@@ -256,6 +257,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     # With more than two nodes it depends on the algorithm that `all_reduce` chooses.
     facts |= {"small": meter.report().between, "small_least": x.nbytes // g}
     facts["small_right"] = shape.nnodes != 2 or facts["small"] == facts["small_least"]
+    facts["small_sums"] = bool((x == shape.world_size).all())
     facts["numbers"] = x.numel()
     return facts
 

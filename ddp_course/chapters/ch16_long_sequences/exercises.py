@@ -374,7 +374,7 @@ FUNCTIONS = {
 }
 
 
-SPECIAL = (  # a function, its tensors' shapes, which gets a wrong gradient, and which
+SPECIAL = (  # a function, its tensors' shapes, the tensor with the wrong gradient, how
     ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 0, "half of"),
     ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 1, "half of"),
     ("a vector of length 1", _of_length_one, ((2, 3),) * 3, 1, "half of"),
@@ -414,7 +414,7 @@ def check_my_gradient_check(answer: Answer) -> str:
 
 
 def _expect_no_traces(answer: Answer) -> None:
-    # Of numbers smaller than a step, no step there and back restores the last bits.
+    # A step there and back changes the last bits of numbers smaller than the step.
     random = torch.Generator().manual_seed(0)
     tensors = [1e-8 * torch.randn(4, 5, generator=random).double() for _ in "xyz"]
     before = [x.clone() for x in tensors]

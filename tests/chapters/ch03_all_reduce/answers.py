@@ -263,6 +263,11 @@ ANSWERS = answers(
         collectives.reduce_scatter_single(part, shard, group=peers)
         collectives.all_gather_single(shard, part, group=peers)
         collectives.all_gather_single(tensor, shard, group=node)
+    small_ones_on_their_node: has wrong sums of a tensor of 12 numbers
+        if tensor.numel() < 256:
+            collectives.all_reduce(tensor, group=node)
+        else:
+            solutions.hierarchical_sum(tensor, node, peers)
     small_ones_at_once: slow links are spared then, too
         if tensor.numel() < 256:
             collectives.ring_all_reduce(tensor)
