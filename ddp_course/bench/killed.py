@@ -104,7 +104,7 @@ def save(progress: Progress, path: Path) -> None:
 
 
 def times_to_failure(count: int, mean: float, dice: Random) -> list[float]:
-    """Return exponential times in random order, one for each `count`-th of them.
+    """Return `count` quantiles of exponentially distributed times, in random order.
 
     So a few failures have nearly the mean and the spread of many.
     """

@@ -26,7 +26,7 @@ from ddp_course.spec import ZERO
 from ddp_course.theory.memory import PRECISIONS, model_states
 from ddp_course.theory.plan import MODELS
 
-GB = 1e9  # decimal, as GPUs are sold
+GB = 1e9  # decimal, as on data sheets
 SHAPE = ("layers", "hidden", "heads", "sequence", "vocab")
 SEQUENCE, VOCAB, STEP_TOKENS = 4096, 128_256, 4_000_000  # the defaults
 NETWORK = 50  # GB/s of each GPU: 400 Gb/s

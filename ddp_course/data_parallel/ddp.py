@@ -121,8 +121,9 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
     parameter's `grad` is the mean over the ranks, with the same bits on all of them;
     call `optimizer.step()` directly. A backward pass is averaged if it goes through an
     output of a forward that ran outside of `no_sync`; one forward may have several such
-    passes. The first backward after such a forward is averaged in any case. A forward
-    of the wrapped module itself (`ddp.module(x)`) is not averaged, as in PyTorch.
+    passes. The first backward after such a forward is averaged even if it goes through
+    none of its outputs. A backward through the wrapped module's own forward
+    (`ddp.module(x)`) does not count as such, as in PyTorch.
     Keep this object as long as you train: its hooks go with it (as PyTorch's do).
 
     All ranks must construct it together. Their modules must have the same names, shapes

@@ -104,7 +104,7 @@ def _clip_refusing_parts(clip: Callable[..., None]) -> Callable[..., None]:
 
 
 def _norm_refusing_parts(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a norm of gradients so that it refuses parts (found by their ids)."""
+    """Wrap a norm so that it refuses gradients of which this rank has only a part."""
 
     def checked(tensors: Any, *args: Any, **kwargs: Any) -> Tensor:
         tensors = _as_list(tensors)

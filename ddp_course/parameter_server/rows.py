@@ -33,7 +33,8 @@ class RowServer(Server):
         super().__init__([table], optimizer, **options)
         self.table = table
         self.form = digest((table.shape[1], str(table.dtype)))
-        self.leaving, self.arrived = {}, {}  # worker -> copies of some rows
+        # worker -> rows on their way to it; worker -> gradients of rows, from it
+        self.leaving, self.arrived = {}, {}
         self.requested: dict[int, Tensor] = {}  # worker -> indices that it asks for
         self.pulled: dict[int, Tensor] = {}  # worker -> indices of the rows that it has
 

@@ -150,7 +150,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
             if layer is not None:
                 memo[id(module)] = layer
         for name, child in full.named_children():
-            # The copy already has its parallel layers.
+            # By `memo` the copy has the parallel layers in place of the plain ones.
             setattr(self, name, copy.deepcopy(child, memo))
         if full.head.out.weight is full.embed.tokens.weight:
             self.head.out.weight = self.embed.tokens.weight

@@ -16,7 +16,7 @@ from ddp_course.mechanisms.buckets import MIB, Bucket, bucket_plan
 from ddp_course.model import GPT, PRESETS
 from ddp_course.theory.checks import check_choice
 
-MARGIN, LABEL_W, STRIP_W, LEAST = 16, 66, 540, 2.5  # LEAST: of a tiny parameter
+MARGIN, LABEL_W, STRIP_W, LEAST = 16, 66, 540, 2.5  # LEAST: a tiny parameter's width
 TOP, ROW, CELL_H = 62, 50, 24
 FILLS = ("#FFFFFF", WHOLE)  # greys of buckets in turns: colours are for ranks
 

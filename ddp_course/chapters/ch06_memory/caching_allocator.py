@@ -39,7 +39,7 @@ LARGE, STEP = 10 * MIB, 2 * MIB  # from LARGE on, a segment is a multiple of STE
 
 @dataclass(eq=False)
 class Block:
-    """A range of a segment; `storage` is the number of its tensor, None if free."""
+    """A range of a segment; `storage` is the id of the storage in it, None if free."""
 
     nbytes: int
     storage: int | None = None
