@@ -122,11 +122,11 @@ def train(
     `experts` each MLP is a mixture of this many (`gpt_config.MixtureConfig`). `clip`
     limits the norm of the whole model's gradient. With a folder `checkpoint`, the run
     resumes from the newest checkpoint in it, and saves one after every `every` steps
-    and at its end; with `save="async"` while it goes on. If then any rank gets SIGTERM,
-    all save after the same step and return early (`History.stopped`). Rank 0 calls
-    `on_step(steps done, loss)`. Every rank calls `watched(model, optimizer)` once, and
-    enters what it returns, a context manager, for each step: chapter 18 limits memory
-    so.
+    and at its end; with `save="async"` a thread writes it while training goes on. If a
+    rank of such a run gets SIGTERM, all save after the same step and return early
+    (`History.stopped`). Rank 0 calls `on_step(steps done, loss)`. Every rank calls
+    `watched(model, optimizer)` once, and enters what it returns, a context manager, for
+    each step: in this way chapter 18 limits memory.
 
     Raises ValueError, before any message is sent, for rows that cannot be shared
     equally, an option that does not exist, or processes of a cluster that have not

@@ -181,7 +181,7 @@ def use_links(model: Any, module: nn.Module) -> None:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the transformer's layers that this rank has."""
+    """Return the transformer blocks that this rank has."""
     return [each for each in module.modules() if hasattr(each, "mlp")]
 
 

@@ -27,7 +27,8 @@ CASES = {
     "all_reduce": "process group, one all_reduce",
     "step": "DDP and AdamW, one step",
 }
-TURNS = {2: 7, 4: 9, 8: 3}  # a launch by PyTorch takes up to ten seconds
+# Ranks -> turns. A launch of eight ranks by PyTorch takes up to ten seconds.
+TURNS = {2: 7, 4: 9, 8: 3}
 PAIRS = (Pair("spawn", "torch.multiprocessing.spawn"),)
 
 

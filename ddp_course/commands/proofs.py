@@ -14,7 +14,8 @@ from ddp_course.launch import device, spawn
 from ddp_course.train import History, largest_difference, train
 
 # AdamW divides a gradient by its size, so even the smallest gradients' rounding errors
-# move the weights: by about 3e-6 after 4 steps. Without communication it is 1e-3.
+# move the weights: by about 3e-6 after 4 steps. Without communication the difference
+# is 1e-3.
 TOLERANCE = 1e-4
 
 

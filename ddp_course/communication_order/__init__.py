@@ -1,4 +1,4 @@
-"""Floor 2: the order in which gradients are sent, as data and on ranks.
+"""Floor 2: the order in which gradients are sent, simulated and on real ranks.
 
 Read the modules in this order:
 

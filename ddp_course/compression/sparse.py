@@ -1,10 +1,10 @@
 """Send only selected values, with their indices; the others count as zero.
 
-Top-k selects the largest values. They differ on every rank, so the indices must be
-sent, too, and no all-reduce can add. Random-k selects the same random values on all
-ranks: no index is sent, and an all-reduce adds, but the selected values are seldom the
-important ones. Stich et al. 2018, arXiv:1809.07599; Lin et al. 2017, arXiv:1712.01887.
-Chapter 14.
+Top-k selects the largest values. Their places differ from rank to rank, so the indices
+must be sent, too, and no all-reduce can sum the values. Random-k selects the same
+random places on all ranks: no index is sent, and an all-reduce sums the values, but
+they are seldom the important ones. Stich et al. 2018, arXiv:1809.07599; Lin et al.
+2017, arXiv:1712.01887. Chapter 14.
 """
 
 from __future__ import annotations

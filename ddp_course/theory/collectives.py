@@ -285,7 +285,7 @@ def hierarchical_bytes_sent(
 
 
 def _inside(nnodes: int, nproc_per_node: int, variant: str) -> tuple[str, int]:
-    """Return the algorithm inside a node, and how many of its ranks send to others."""
+    """Return the algorithm inside a node, and how many ranks send to other nodes."""
     check_choice("variant", variant, ("leader", "sharded"))
     if variant == "leader":
         return "all_reduce_tree", 1

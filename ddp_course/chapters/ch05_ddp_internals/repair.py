@@ -42,7 +42,8 @@ class Run:
     masks: list[Tensor] = field(default_factory=list)  # dropout masks, by batch
     own: list[Tensor] = field(default_factory=list)  # gradient of each batch's mean
     used: list[Tensor] = field(default_factory=list)  # gradient in each `step()`
-    states: list[int] = field(default_factory=list)  # number that each step found
+    # The number of parameters with an optimizer state, before each step.
+    states: list[int] = field(default_factory=list)
     begin: Tensor | None = None  # weights in the first training forward
     end: Tensor | None = None  # final weights
     gpus: set[int] = field(default_factory=set)  # GPUs that tensors were put on

@@ -296,9 +296,9 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
 
 
 def _gradients(d: Draw) -> list[Tensor]:
-    """Return one to three gradients, some empty; later also none on some rank.
+    """Return one to three gradients; from case 2 on, empty ones, or none on a rank.
 
-    In one case they are so large that the byte count shows whether a rank sends them.
+    In case 3 they are so large that the byte count shows whether a rank sends them.
     """
     shapes = [(2,), (1,), (3,), (0,), (2, 3)][: 3 if d.case < 2 else 5]
     if d.case == 3:

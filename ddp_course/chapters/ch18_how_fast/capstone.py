@@ -50,7 +50,7 @@ LOGGED, STEPS = 1, 4
 
 
 def cluster_of(ranks: int, delay: float = 1e-3) -> Cluster:
-    """Return nodes of four ranks; a message takes `delay` seconds on top of its link's."""
+    """Return nodes of four ranks; a message takes `delay` more than its link."""
     return Cluster(
         CHIP, ranks, node=4, network=BETWEEN, latency=delay, reached=1, rails=False
     )

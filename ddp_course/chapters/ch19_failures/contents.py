@@ -1,7 +1,7 @@
 """A training run whose checkpoint lacks one of five parts; and streams of rows.
 
-A small model with dropout (so that a generator matters), Adam, loss scaling that has
-found its scale, and epochs in an order of their own. `Run` is one process.
+A small model with dropout (so that a generator matters), AdamW, loss scaling that has
+found its scale, and another order of the rows in each epoch. `Run` needs one process.
 """
 
 from __future__ import annotations
