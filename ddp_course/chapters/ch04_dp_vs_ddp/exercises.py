@@ -41,7 +41,7 @@ class Odd(nn.Module):
         fine = torch.full((2, 2), 1.0 + seed, dtype=torch.float64) / 3
         self.frozen.register_buffer("fine", fine)
         self.norm.running_mean.fill_(seed)
-        self.norm.num_batches_tracked.fill_(2**40 + 1 + seed)  # exact in no float32
+        self.norm.num_batches_tracked.fill_(2**60 + 1 + seed)  # exact in no float
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers, tied ones once."""
@@ -104,7 +104,8 @@ REPLICAS = {
     "in_place": "has another tensor than before as {moved}: an optimizer that was made "
     "earlier would train the old one. Write into the old tensor.",
     "learns": "has a model that can no longer be trained as before: has "
-    "`requires_grad` changed?",
+    "`requires_grad` changed, a gradient, the model's mode, or whether PyTorch records "
+    "gradients?",
     **SENDS,
 }
 
@@ -128,12 +129,17 @@ def check_make_replicas(answer: Answer) -> str:
 
 
 def _replicate(function: Callable) -> dict[str, Any]:
-    """Call the reader's function on a model with this rank's own seed."""
+    """Call the reader's function on two models, and judge the second call."""
+    function(Odd(seed=dist.get_rank() + 7))
     model, wanted = Odd(seed=dist.get_rank()), Odd(seed=0).states()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
     before = model.tensors()
     places = {name: tensor.data_ptr() for name, tensor in before.items()}
-    flags = [p.requires_grad for p in model.parameters()]
+    trainable = _trainable(model)
     facts = _watch(function, model)
+    facts["learns"] = _trainable(model) == trainable
+    torch.set_grad_enabled(True)
     now = model.tensors()
     wrong = [name for name in wanted if not torch.equal(now[name], wanted[name])]
     moved = [
@@ -145,10 +151,19 @@ def _replicate(function: Callable) -> dict[str, Any]:
     facts |= {"right": not wrong, "first": (wrong or [""])[0], "how": how}
     facts |= {"many": f"{len(wrong)} of {len(wanted)} tensors"}
     facts |= {"in_place": not moved, "moved": (moved or [""])[0]}
-    facts["learns"] = flags == [p.requires_grad for p in model.parameters()]
     types, fine = {t.dtype for t in wanted.values()}, not wrong and not moved
     _sending(facts, fine, "broadcast", len(types), _size(wanted))
     return facts
+
+
+def _trainable(model: nn.Module) -> list[Any]:
+    """Return what the next training step needs besides the model's numbers."""
+    gradients = [
+        None if p.grad is None else p.grad.tolist() for p in model.parameters()
+    ]
+    flags = [p.requires_grad for p in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    return [gradients, flags, modes, torch.is_grad_enabled()]
 
 
 # ---- average_gradients_flat --------------------------------------------------------

@@ -35,8 +35,9 @@ def check_my_ledger(answer: Answer) -> str:
     optimizer's dictionaries. For each list, keep the untyped storage of every tensor
     under its address, and add up the bytes of what you have kept.
     """
-    cases = list(_kept())
-    for title, look_at, (model, optimizer) in cases:
+    cases = 0
+    for title, look_at, (model, optimizer) in _kept():
+        cases += 1
         right = solutions.my_ledger(model, optimizer)
         before = _seen(model, optimizer)
         got = answer(model, optimizer)
@@ -64,7 +65,7 @@ def check_my_ledger(answer: Answer) -> str:
             f"{code(one_line(got))}; count anew in every call.",
         )
     return (
-        f"{len(cases)} models: before and after a step, tied, with views, with "
+        f"{cases} models: before and after a step, tied, with views, with "
         "gradients in a bucket, of two types, all in one buffer, of several groups: "
         "each storage once within its kind, with all its bytes"
     )
@@ -76,7 +77,14 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
     yield (
         "a layer before its first backward",
         "Where there is no gradient yet, `grad` is None.",
-        (layer, MOMENTUM(layer.parameters())),
+        (layer, optimizer := MOMENTUM(layer.parameters())),
+    )
+    layer(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    yield (
+        "the same layer after a step",
+        "Count anew in every call.",
+        (layer, optimizer),
     )
     yield (
         "a layer after a step of AdamW",
@@ -89,6 +97,14 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
         "a layer with a weight of 64 and a bias of 16 bits",
         "Not every number has four bytes.",
         _stepped(double, MOMENTUM),
+    )
+    layer, optimizer = _stepped(nn.Linear(5, 3), MOMENTUM)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].to(torch.int8)
+    yield (
+        "a layer whose optimizer keeps whole numbers of 8 bits",
+        "All tensors in `optimizer.state` count.",
+        (layer, optimizer),
     )
     shared = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     shared[1].weight = nn.Parameter(shared[0].weight.detach())  # another object

@@ -199,9 +199,10 @@ TOPK = {
     "enough. Only indices and values should travel.",
 }
 GRADIENTS = (  # (shape, number of largest elements to send)
-    *(((2, 3), 2), ((7,), 3), ((5,), 5), ((142, 141), 10), ((3,), 1)),
-    *(((4, 2, 2), 5), ((1,), 1), ((40_000,), 100)),
+    *(((2, 3), 2), ((7,), 3), ((5,), 5), ((142, 141), 10), ((9,), 3)),
+    *(((4, 2, 2), 5), ((1,), 1), ((40_000,), 100), ((2, 3), 2), ((3000,), 20)),
 )
+STRIDED, TINY, HALF = 3, 4, 9  # cases: not contiguous, squares are zero, float16
 
 
 @exercise("my_topk_mean", solution=solutions.my_topk_mean)
@@ -233,8 +234,18 @@ def _gradient(d: Draw) -> tuple[Tensor, int]:
     shape, k = GRADIENTS[d.case]
     numel, dtype = math.prod(shape), (torch.float32, torch.float64)[d.case % 2]
     sizes = d.own.sample(range(1, 60 * numel), numel)
-    numbers = [d.own.choice([-1, 1]) * size / 8 for size in sizes]
-    gradient = torch.tensor(numbers, dtype=dtype).view(shape)
+    signs = torch.tensor([d.own.choice([-1, 1]) for _ in sizes])
+    if d.case == HALF:  # neighbours from 1 on, as float16 has no other distinct ones
+        bits = torch.tensor(sizes).argsort() + 0x3C00
+        gradient = bits.to(torch.int16).view(torch.float16) * signs
+    else:
+        gradient = torch.tensor(sizes, dtype=dtype).view(shape) * signs.view(shape) / 8
+    if gradient.dtype == torch.float64:
+        gradient *= 1 + 2**-30  # float32 would lose this
+    if d.case == STRIDED:
+        gradient = gradient.T.contiguous().T
+    if d.case == TINY:
+        gradient *= 2.0**-80
     return gradient * (d.rank != d.zeros_on), k
 
 

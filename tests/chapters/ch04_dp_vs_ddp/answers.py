@@ -56,6 +56,12 @@ def _mean(flat):
     flat /= dist.get_world_size()
 
 
+def records_nothing_more(model):
+    torch.set_grad_enabled(False)
+    solutions.make_replicas(model)
+
+
+FLAT_MODELS: dict = {}
 ROWS: list = []
 
 ANSWERS = answers(
@@ -123,7 +129,26 @@ ANSWERS = answers(
         model.load_state_dict(box[0], strict=False)
         model.tied.hidden.copy_(box[0]["tied.hidden"])
     a_leaf_in_place: leaf
-    everything_as_floats: Is something sent twice
+    counters_as_float64: norm.num_batches_tracked, for one, has changed
+        cat([state.flatten() for state in members])
+        => cat([state.flatten() for state in members])
+        => flat = flat if flat.is_floating_point() else flat.double()
+    gradients_cleared: can no longer be trained as before
+        states = => model.zero_grad(); states =
+    left_in_eval_mode: can no longer be trained as before
+        states = => model.eval(); states =
+    records_nothing_more: can no longer be trained as before
+    sends_the_first_model_again: tensors wrong
+        states = [*model.parameters(), *model.buffers()]
+        for dtype in dict.fromkeys(state.dtype for state in states):
+            members = [state for state in states if state.dtype == dtype]
+            flat = torch.cat([state.flatten() for state in members])
+            flat = FLAT_MODELS.setdefault(dtype, flat)
+            dist.broadcast(flat, 0)
+            parts = flat.split([state.numel() for state in members])
+            for state, part in zip(members, parts, strict=True):
+                state.copy_(part.view(state.shape))
+    everything_as_floats: norm.num_batches_tracked, for one, has changed
         states = [*model.parameters(), *model.buffers()]
         flat = torch.cat([state.flatten().double() for state in states])
         broadcast(flat, 0)

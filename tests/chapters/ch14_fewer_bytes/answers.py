@@ -20,6 +20,7 @@ class memory_as_a_class:
 
 
 SHARED = {}  # two ranks of one process have the same compressor, and so the same memory
+RESTS, PLACES = {}, {}  # what a function keeps from call to call
 
 
 ANSWERS = answers(
@@ -175,6 +176,37 @@ ANSWERS = answers(
         .view_as(gradient) =>
     nothing_is_returned: expected a tensor of shape
         return (total / n).view_as(gradient) => return None
+    seen_as_a_row: view size is not compatible
+        gradient.flatten() => gradient.view(-1)
+    largest_squares: where *it* had them
+        flat.abs() => flat.square()
+    values_as_float32: expected
+        dist.all_gather(values, flat[mine])
+        => values = [v.float() for v in values]
+        => dist.all_gather(values, flat[mine].float())
+    places_in_the_gradients_type: expected
+        dist.all_gather(indices, mine)
+        => small = [i.to(flat.dtype) for i in indices]
+        => dist.all_gather(small, mine.to(flat.dtype))
+        => indices = [i.long() for i in small]
+    added_to_a_copy: expected
+        total = torch.zeros_like(flat)
+        => mean = torch.zeros_like(gradient)
+        => total = mean.reshape(-1)
+        return (total / n).view_as(gradient) => return mean / n
+    remembers_the_rest: expected
+        kept = RESTS.get(gradient.shape, torch.zeros(())).to(gradient.dtype)
+        total = gradient + kept
+        mine = total.flatten().abs().topk(k).indices
+        rest = total.flatten().clone()
+        rest[mine] = 0
+        RESTS[gradient.shape] = rest.view_as(gradient)
+        return solutions.my_topk_mean(total, k)
+    places_of_the_first_time: expected
+        flat, key = gradient.flatten(), gradient.shape
+        mine = PLACES.setdefault(key, flat.abs().topk(k).indices)
+        only = torch.zeros_like(flat).index_copy_(0, mine, flat[mine])
+        return solutions.my_topk_mean(only.view_as(gradient), k)
     divided_by_three: is it the mean
         total / n => total / 3 * (3 if n == 2 else 1)
     places_in_bfloat16: expected
