@@ -138,7 +138,7 @@ def _replicate(function: Callable) -> dict[str, Any]:
     places = {name: tensor.data_ptr() for name, tensor in before.items()}
     trainable = _trainable(model)
     facts = _watch(function, model)
-    facts["learns"] = _trainable(model) == trainable
+    facts["learns"] = _trainable(model) == trainable and torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     now = model.tensors()
     wrong = [name for name in wanted if not torch.equal(now[name], wanted[name])]
@@ -163,7 +163,7 @@ def _trainable(model: nn.Module) -> list[Any]:
     ]
     flags = [p.requires_grad for p in model.parameters()]
     modes = [module.training for module in model.modules()]
-    return [gradients, flags, modes, torch.is_grad_enabled()]
+    return [gradients, flags, modes]
 
 
 # ---- average_gradients_flat --------------------------------------------------------

@@ -202,7 +202,7 @@ GRADIENTS = (  # (shape, number of largest elements to send)
     *(((2, 3), 2), ((7,), 3), ((5,), 5), ((142, 141), 10), ((9,), 3)),
     *(((4, 2, 2), 5), ((1,), 1), ((40_000,), 100), ((2, 3), 2), ((3000,), 20)),
 )
-STRIDED, TINY, HALF = 3, 4, 9  # cases: not contiguous, squares are zero, float16
+STRIDED, TINY, COARSE = 3, 4, 9  # cases: not contiguous, squares are zero, bfloat16
 
 
 @exercise("my_topk_mean", solution=solutions.my_topk_mean)
@@ -235,9 +235,9 @@ def _gradient(d: Draw) -> tuple[Tensor, int]:
     numel, dtype = math.prod(shape), (torch.float32, torch.float64)[d.case % 2]
     sizes = d.own.sample(range(1, 60 * numel), numel)
     signs = torch.tensor([d.own.choice([-1, 1]) for _ in sizes])
-    if d.case == HALF:  # neighbours from 1 on, as float16 has no other distinct ones
-        bits = torch.tensor(sizes).argsort() + 0x3C00
-        gradient = bits.to(torch.int16).view(torch.float16) * signs
+    if d.case == COARSE:  # neighbours from 1 on: these are distinct
+        bits = torch.tensor(sizes).argsort() + 0x3F80
+        gradient = bits.to(torch.int16).view(torch.bfloat16) * signs
     else:
         gradient = torch.tensor(sizes, dtype=dtype).view(shape) * signs.view(shape) / 8
     if gradient.dtype == torch.float64:
