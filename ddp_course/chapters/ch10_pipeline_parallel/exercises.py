@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -135,6 +135,12 @@ def _dearest(costs: Sequence[float], sizes: Sequence[int]) -> float:
 
 SAMPLES, WIDE, WORDS = 2, 4, 8  # rows of a microbatch; channels; number of tokens
 MICROBATCHES = {1: 2, 2: 11, 3: 4}  # by ranks
+# Each step is the type of its tokens, and whether all stages but the last are frozen.
+STEPS = {
+    "the first step": (torch.int64, False),
+    "the second step, tokens of 32 bits": (torch.int32, False),
+    "all stages but the last frozen": (torch.int64, True),
+}
 STEP = {
     "each_once": "called `{way}_in` for the microbatches {order}; each of the {m} has "
     "one {way}.",
@@ -153,6 +159,7 @@ STEP = {
     "expected {wanted} messages, by the four functions that you are given, and nothing "
     "else.",
     "mode": "has put the stage into evaluation mode; it trains, with dropout and all.",
+    "frozen": "has changed a weight's `requires_grad`; leave frozen weights frozen.",
     "reached": "has a weight without gradient: backward did not reach it.",
     "added": "has lost what was in `grad` before the step: gradients add up, until the "
     "optimizer's owner calls `zero_grad`.",
@@ -175,24 +182,27 @@ def check_my_stage_step(answer: Answer) -> str:
     Forwards: take the input and let autograd record for it, unless it is tokens;
     compute; send the output on, detached; keep both. Then, in the same order, call
     backward on each kept output with its gradient from the next rank, and send the
-    gradient of the input back.
+    gradient of the input back. The output of a frozen first stage requires no gradient:
+    receive one, and call no backward.
     """
     hint = "Look at what enters the stage, and at what must leave it."
-    judge_ranks(STEP, _step_on_rank, answer, hint=hint)
+    judge_ranks(STEP, _steps_on_rank, answer, hint=hint)
     return (
         "pipelines of 1 to 3 real ranks: the gradients of one process, one message for "
         "each microbatch and direction, and activations freed as backward goes"
     )
 
 
-def _stages(p: int) -> list[nn.Module]:
+def _stages(p: int, frozen: bool) -> list[nn.Module]:
     """Return the stages of a model of small integers: no sum is ever rounded."""
     stages: list[nn.Module] = []
     for rank in range(p):
         layer = nn.Linear(WIDE, WIDE)
         first = nn.ReLU() if rank else nn.Embedding(WORDS, WIDE)
         stages.append(orders.whole_numbers(nn.Sequential(first, layer), seed=rank))
-        layer.bias.requires_grad_(False)  # frozen
+        layer.bias.requires_grad_(False)
+        if frozen and rank < p - 1:
+            stages[-1].requires_grad_(False)
         for parameter in stages[-1].parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.ones_like(parameter)  # from an earlier step
@@ -209,18 +219,23 @@ def _loss_gradient(y: Tensor, k: int) -> Tensor:
     return (k + 1) * y
 
 
-def _gradients(stage: nn.Module) -> list[Tensor | None]:
-    return [weight.grad for weight in stage.parameters() if weight.requires_grad]
+def _strided(tensor: Tensor) -> Tensor:
+    """Return a copy that is not contiguous, as an expanded gradient is not."""
+    return tensor.T.contiguous().T
 
 
-def _gradients_alone(p: int, m: int) -> list[list[Tensor | None]]:
-    stages, tokens = _stages(p), _tokens(m)
+def _trained(stage: nn.Module) -> list[nn.Parameter]:
+    return [weight for weight in stage.parameters() if weight.requires_grad]
+
+
+def _gradients_alone(p: int, m: int, frozen: bool) -> list[list[Tensor | None]]:
+    stages, tokens = _stages(p, frozen), _tokens(m)
     for k in range(m):
         x = tokens[k]
         for stage in stages:
             x = stage(x)
         x.backward(_loss_gradient(x.detach(), k))
-    return [_gradients(stage) for stage in stages]
+    return [[weight.grad for weight in _trained(stage)] for stage in stages]
 
 
 class _Saved:
@@ -231,9 +246,9 @@ class _Saved:
 class _Boundaries:
     """The four functions that a stage gets; they record their calls."""
 
-    def __init__(self, m: int) -> None:
+    def __init__(self, m: int, dtype: torch.dtype) -> None:
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
-        self.tokens, self.outputs, self.m = _tokens(m), {}, m
+        self.tokens, self.outputs, self.m = _tokens(m).to(dtype), {}, m
         self.events: list[tuple[str, int]] = []
         self.alive: list[int] = []  # saved tensors when a backward has ended
         self.saved: weakref.WeakSet = weakref.WeakSet()
@@ -259,7 +274,7 @@ class _Boundaries:
             return self._receive(self.rank + 1)
         if k not in self.outputs:
             raise ValueError(f"microbatch {k} has no output yet, and so no loss")
-        return _loss_gradient(self.outputs[k], k)
+        return _strided(_loss_gradient(self.outputs[k], k))
 
     def backward_out(self, k: int, gradient: Tensor | None) -> None:
         self._note("backward_out", k)
@@ -288,13 +303,13 @@ class _Boundaries:
         return tensor
 
     def _send(self, tensor: Tensor, peer: int) -> None:
-        sent = tensor.detach().clone()
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.works.append((dist.isend(sent, peer), sent))
 
     def _receive(self, peer: int) -> Tensor:
         got = torch.empty(SAMPLES, WIDE)
         dist.irecv(got, peer).wait()
-        return got
+        return _strided(got)
 
     def pack(self, tensor: Tensor) -> _Saved:
         """Record a tensor for as long as autograd keeps it."""
@@ -303,11 +318,18 @@ class _Boundaries:
         return saved
 
 
-def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
+def _steps_on_rank(my_stage_step: Callable) -> Iterator[dict[str, Any]]:
+    for case, (dtype, frozen) in STEPS.items():
+        yield {"case": case} | _step_on_rank(my_stage_step, dtype, frozen)
+
+
+def _step_on_rank(
+    my_stage_step: Callable, dtype: torch.dtype, frozen: bool
+) -> dict[str, Any]:
     """Run one step of this rank's stage, and return the facts to judge."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    m, stage = MICROBATCHES[n], _stages(n)[rank]
-    ends = _Boundaries(m)
+    m, stage = MICROBATCHES[n], _stages(n, frozen)[rank]
+    ends, trained = _Boundaries(m, dtype), _trained(stage)
     barrier()
     hooks = torch.autograd.graph.saved_tensors_hooks(ends.pack, lambda s: s.tensor)
     with watched() as record, hooks:
@@ -318,12 +340,13 @@ def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
     numbers: list[Any] = [None] * n
     dist.all_gather_object(numbers, [k for _, k in ends.events])
     peers = [peer for peer in (rank + 1, rank - 1) if 0 <= peer < n]
-    got, right = _gradients(stage), _gradients_alone(n, m)[rank]
+    got = [weight.grad for weight in trained]
+    right = _gradients_alone(n, m, frozen)[rank]
     reached = all(gradient is not None for gradient in got)
     pairs = list(zip(got, right, strict=True))
     same = [reached and torch.equal(a, b) for a, b in pairs]
     lost = reached and not all(same) and all(torch.equal(a + 1, b) for a, b in pairs)
-    wrong = same.index(False) if False in same else 0
+    wrong = same.index(False) if False in same else -1
     others = [its for its in numbers if its != numbers[rank]]
     messages = sorted([(p, SAMPLES * WIDE) for p in peers] * m)
     alive, left = ends.alive, (ends.alive or [0])[-1]
@@ -336,8 +359,10 @@ def _step_on_rank(my_stage_step: Callable) -> dict[str, Any]:
     own = sorted(record["sent"]) == messages and not record["collectives"]
     result["own_messages"] = own
     result["mode"] = all(module.training for module in stage.modules())
+    result["frozen"] = len(_trained(stage)) == len(trained)
     result |= {"reached": reached, "added": not lost, "gradients": all(same)}
-    result |= {"got": shown(got[wrong]), "right": shown(right[wrong])}
+    result |= {"got": shown([None, *got][wrong + 1])}
+    result |= {"right": shown([None, *right][wrong + 1])}
     result |= {"freed": left == 0, "left": left, "alive": alive}
     return result | {"freed_in_turn": in_turn or not any(alive)}  # or recomputed
 

@@ -54,5 +54,7 @@ def my_stage_step(
         forward_out(k, y.detach())
         kept.append((x, y))
     for k, (x, y) in enumerate(kept):
-        y.backward(backward_in(k))
+        gradient = backward_in(k)
+        if y.requires_grad:  # false if a first stage is frozen
+            y.backward(gradient)
         backward_out(k, x.grad)

@@ -122,13 +122,15 @@ def _judge_storage(answer: Answer) -> None:
 def _parameters(
     d: Draw, lrs: Sequence[float]
 ) -> tuple[list[nn.Parameter], list[Tensor], float]:
-    dtype = (torch.bfloat16, torch.float16)[d.case % 2]
+    types = torch.bfloat16, torch.float16
+    mixed, none = d.case % 5 == 2, d.case % 10 == 4  # both types; no gradient at all
     parameters, masters = [], []
-    for _ in range(d.same.randint(2 if d.case < 9 else 1, 4)):
+    for k in range(d.same.randint(2 if d.case < 9 else 1, 4)):
+        dtype = types[(d.case + k * mixed) % 2]
         shape = d.same.choice([(2, 2), (3,), (), (0,)])
         numbers = d.tensor(shape, torch.float32, strided=True) / 512
         parameter = nn.Parameter(numbers.to(dtype))
-        if d.same.random() < 0.7 or not parameters:
+        if not none and (d.same.random() < 0.7 or not parameters):
             parameter.grad = (d.tensor(shape, torch.float32) / 300).to(dtype)
             if d.case % 10 == 9 and shape:  # a plain step need not check for inf
                 parameter.grad[:1] = math.inf

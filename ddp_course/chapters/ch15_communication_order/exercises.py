@@ -109,6 +109,7 @@ STEPS = (
      "sends 0 and 1, forward from it on"),
     ([2, 3], [4, 5], [0, 0], "without anything to send, it is what is computed"),
     ([5, 5], [9, 9], [1, 1], "layer 1's send is hidden, and layer 0's is not"),
+    ([20_000_001, 9], [2, 2], [3, 3], "times in nanoseconds are as exact as others"),
 )  # fmt: skip
 
 

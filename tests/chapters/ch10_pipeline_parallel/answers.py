@@ -7,6 +7,8 @@ from slips import answers
 
 from ddp_course.chapters.ch10_pipeline_parallel import solutions
 
+KEPT = []  # of an answer that remembers
+
 
 def _filled(costs, num_stages, limit):
     sizes, full = [0], 0
@@ -154,7 +156,9 @@ ANSWERS = answers(
         while kept:
             x, y = kept.pop()
             k = len(kept)
-            y.backward(backward_in(k))
+            gradient = backward_in(k)
+            if y.requires_grad:
+                y.backward(gradient)
             backward_out(k, x.grad)
     stage_step_recomputed:
         # Keep what has entered, and go forward again when the gradient is there.
@@ -167,27 +171,30 @@ ANSWERS = answers(
             gradient = backward_in(k)
             if x.is_floating_point():
                 x.requires_grad_()
-            stage(x).backward(gradient)
+            y = stage(x)
+            if y.requires_grad:
+                y.backward(gradient)
             backward_out(k, x.grad)
     input_without_gradient: must require a gradient before
         x.requires_grad_() => pass
     through_the_last_forward: go back through its own forward
         (x, y) in enumerate(kept) => (x, y) in enumerate(kept[-1:] * num_microbatches)
-        y.backward(backward_in(k)) => y.backward(backward_in(k), retain_graph=True)
+        y.backward(gradient) => y.backward(gradient, retain_graph=True)
     graphs_are_kept: a graph that is not needed any more
-        y.backward(backward_in(k)) => y.backward(backward_in(k), retain_graph=True)
+        y.backward(gradient) => y.backward(gradient, retain_graph=True)
     one_at_a_time: come before the first backward
         kept.append((x, y)) => y.backward(backward_in(k)); backward_out(k, x.grad)
     divided_once_more: as a weight's gradient
-        y.backward(backward_in(k)) => y.backward(backward_in(k) / 2)
+        y.backward(gradient) => y.backward(gradient / 2)
     all_back_at_once: before the next microbatch begins
-        y.backward(backward_in(k)) => pass
+        gradient = backward_in(k) => pass
+        y.backward(gradient) => pass
         for k, (x, y) in enumerate(kept) => import torch
         => gradients = [backward_in(k) for k in range(num_microbatches)]
         => torch.autograd.backward([y for _, y in kept], gradients)
         => for k, (x, y) in enumerate(kept)
     only_the_last_counts: do all of them add up
-        y.backward(backward_in(k)) => stage.zero_grad(); y.backward(backward_in(k))
+        y.backward(gradient) => stage.zero_grad(); y.backward(gradient)
     zeros_for_none: it is None
         (k, x.grad) => (k, y.new_zeros(2, 4) if x.grad is None else x.grad)
     begins_with_zero_grad: has lost what was in `grad`
@@ -205,8 +212,23 @@ ANSWERS = answers(
     never_goes_back: each of the 11 has one backward
         enumerate(kept) => ()
     the_output_goes_back: as a weight's gradient
-        y.backward(backward_in(k)) => gradient = backward_in(k); y.backward(gradient)
         backward_out(k, x.grad) => backward_out(k, None if x.grad is None else gradient)
+    tokens_of_64_bits: only Tensors of floating point
+        x.is_floating_point() => str(x.dtype) != "torch.int64"
+    always_backward: does not require grad
+        if y.requires_grad => if True
+    frozen_receives_nothing: still waits
+        gradient = backward_in(k) => pass
+        y.backward(gradient) => y.backward(backward_in(k))
+    frozen_sends_nothing_back: must require a gradient before
+        if y.requires_grad => if any(p.requires_grad for p in stage.parameters())
+    unfreezes: leave frozen weights frozen
+        kept = [] => stage.requires_grad_(); kept = []
+    kept_from_the_last_step: backward through the graph a second time
+        kept = [] => kept = KEPT
+        enumerate(kept) => enumerate(kept[:num_microbatches])
+    viewed_gradients: view size is not compatible
+        y.backward(gradient) => y.view(-1).backward(gradient.view(-1))
     gradients_of_all_parameters: does not require grad
     """,
 )

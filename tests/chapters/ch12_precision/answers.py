@@ -20,7 +20,7 @@ def with_sgd(parameters, masters, lr):
     ]
     for p, m in trained:
         m.grad = p.grad.float()
-    torch.optim.SGD([m for _, m in trained], lr=lr).step()
+    torch.optim.SGD(masters, lr=lr).step()
     for p, m in trained:
         m.grad = None
         p.copy_(m)
@@ -147,6 +147,16 @@ ANSWERS = answers(
     skips_inf: taken from the copy
         if parameter.grad is not None
         => if parameter.grad is not None and parameter.grad.isfinite().all()
+    the_first_ones_type: expected the copies, rounded
+        copy_(master) => copy_(master.to(parameters[0].dtype))
+    all_gradients_in_one: non-empty list
+        present = [p.grad.float().flatten() for p in parameters if p.grad is not None]
+        flat = torch.cat(present)
+        for p, m in zip(parameters, masters, strict=True):
+            if p.grad is not None:
+                part, flat = flat[: p.numel()], flat[p.numel() :]
+                m -= lr * part.view_as(m)
+                p.data.copy_(m)
     freezes: leave `requires_grad` as it is
         data.copy_(master) => data.copy_(master); parameter.requires_grad_(False)
     rounded_twice: expected the copies, rounded
