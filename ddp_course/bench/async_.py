@@ -144,7 +144,7 @@ def bare(numel: int) -> Callable:
 
 
 def served(numel: int) -> Callable:
-    """Return a pull and a push by the parameter server, and its step."""
+    """Return this rank's part of a pull, a push and a step of our parameter server."""
     weight = nn.Parameter(torch.zeros(numel))
     group = dist.new_group()  # keeps its messages apart from others
     if dist.get_rank() == 0:
@@ -185,6 +185,6 @@ def remote_pull() -> Tensor:
 
 
 def remote_push(gradient: Tensor) -> None:
-    """Step the weights; runs on rank 0."""
+    """Step the optimizer with `gradient`; runs on rank 0."""
     kept["weight"].grad = gradient
     kept["sgd"].step()

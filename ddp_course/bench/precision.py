@@ -1,7 +1,7 @@
 """A training step under our autocast and loss scaling, and under PyTorch's, in one run.
 
-Each rank trains alone. In bf16 forward runs under autocast, in fp16 the loss is scaled,
-too; fp32 shows the gain or loss of 16 bits on this machine. Chapter 12.
+Each rank trains alone. With bf16, forward runs under autocast; with fp16, the loss is
+scaled, too. fp32 shows whether 16 bits are faster here, or slower. Chapter 12.
 """
 
 from __future__ import annotations

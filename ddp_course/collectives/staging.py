@@ -195,7 +195,7 @@ class SymmetricMemory:
     def all_reduce(self, tensor: Tensor, op: Op, meet: Meet | None = None) -> None:
         """Reduce `tensor` over all ranks, in place.
 
-        Between two barriers only rank r reads and writes slice r, on all ranks. Raises
+        Between two barriers only rank r reads and writes slice r of all tensors. Raises
         ValueError if `tensor` is not in this memory.
         """
         rank, size = self.barrier.rank, self.barrier.size

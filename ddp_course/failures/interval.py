@@ -36,8 +36,8 @@ def daly(save: float, mean: float) -> float:
 def expected_time(work: float, save: float, mean: float, restart: float = 0.0) -> float:
     """Return the expected seconds that pass for each second of work that is kept.
 
-    An interval lasts until `work + save` seconds pass without a failure. `restart` is a
-    factor, so the best `work` does not depend on it. Daly, 2006.
+    An interval lasts until `work + save` seconds pass without a failure. `restart`
+    multiplies the result, so the best `work` does not depend on it. Daly, 2006.
     """
     segment = mean * math.exp(restart / mean) * math.expm1((work + save) / mean)
     return segment / work

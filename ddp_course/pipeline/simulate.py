@@ -75,9 +75,10 @@ def simulate_schedule(
     """Return when each action runs, with the durations that `costs` defines.
 
     Without `costs`, F, I and W take 1 each, B takes 2 and messages no time: then the
-    bubbles of `schedules` hold exactly. With `blocking`, a sender also waits until its
-    message is received (`program`). Raises ScheduleError for a schedule in which ranks
-    wait for ever, ValueError for costs that do not fit. Chapters 10 and 11.
+    formulas for bubbles in `pipeline.schedules` are exact. With `blocking`, a sender
+    also waits until its message is received (see `pipeline.program`). Raises
+    ScheduleError for a schedule in which ranks wait for ever, ValueError for costs that
+    do not fit. Chapters 10 and 11.
     """
     events = play(add_messages(schedule), costs, blocking=blocking)
     events = sorted(events, key=attrgetter("start", "end", "rank"))

@@ -68,10 +68,10 @@ class Workload:
 
     @classmethod
     def of_size(cls, parameters: int, sequence: int, vocab: int, rows: int) -> Workload:
-        """Return a model with this many parameters, in the shape that is usual.
+        """Return a model with this many parameters, in the usual shape.
 
         A layer has about 12 h² parameters, heads have 128 channels, and h is about
-        100 L; heads and layers are multiples of 8, or of 1 in small models, so that
+        100 L; heads and layers are multiples of 8, except in small models, so that
         they can be divided.
         """
         hidden = (ASPECT * parameters / 12) ** (1 / 3)

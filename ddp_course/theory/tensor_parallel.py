@@ -4,7 +4,7 @@ One activation between layers has S = B T C numbers. In the course's GPT with L 
 on n ranks, all of which compute the same B sequences of T tokens, the all-reduces are:
 
     each block    2 of S in forward, 2 of S in backward
-    embedding     1 of S in forward: sums the vectors that single ranks looked up
+    embedding     1 of S in forward: sums vectors, each of which one rank looked up
     head          1 of S in backward: sums the gradient of the head's input
     loss          2 in forward, of B T and of 2 B T numbers
 

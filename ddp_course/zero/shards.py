@@ -1,4 +1,4 @@
-"""Buckets cut into shards: which rank owns which elements. Pure: plain data.
+"""Buckets cut into shards: which rank owns which elements.
 
 `naive` assigns whole parameters, so the largest one limits how equal the ranks can be:
 half of a model may be one embedding. Here the parameters of a bucket lie side by side

@@ -135,7 +135,7 @@ def _parameters(
             if d.case % 10 == 9 and shape:  # a plain step need not check for inf
                 parameter.grad[:1] = math.inf
         parameters.append(parameter)
-        # A parameter without a gradient is not its rounded copy: rounding is seen.
+        # Without a gradient the copy is off by 1, which shows if it is rounded anyway.
         masters.append(parameter.detach().float() + 2.0**-14 + (parameter.grad is None))
     return parameters, masters, d.same.choice(lrs)
 

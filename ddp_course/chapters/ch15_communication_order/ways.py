@@ -15,7 +15,7 @@ NODE, LOCAL = 8, 8  # GPUs of a node; steps between two averages
 HEAD = ("way", "chapter", "keeps [GB]", "sends [GB]", "a rank waits", "take it if")
 
 DDP = "for the last bucket, once in a step"
-LAYOUTS = (  # (name, chapter, axes, what waits, when to take it)
+LAYOUTS = (  # (name, chapter, axes, what a rank waits for, when to take it)
     ("DDP, 32 bits", "05", {"precision": "fp32"}, DDP, "you check something"),
     ("DDP, mixed precision", "12", {}, DDP, "model and states fit on a GPU"),
     ("ZeRO-1", "07", {"zero": 1}, DDP + "; then for weights", "Adam's states are "

@@ -174,7 +174,7 @@ def options_of(layout: Candidate) -> dict[str, int]:
 
 
 def _seconds(layout: Candidate, rows: int) -> tuple[float, float]:
-    """Return the chip's seconds of forward and of backward for a layer of `rows`."""
+    """Return the emulated chip's seconds for a layer's forward and backward."""
     part = Candidate(tp=layout.tp, microbatch=rows)
     forward, backward, _ = layer_seconds(GPT, cluster_of(8), part, SOFTWARE)
     return forward, backward

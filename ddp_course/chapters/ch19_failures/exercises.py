@@ -18,7 +18,7 @@ from ddp_course.lab.judge import Case, Draw, same_as
 def check_my_interval(answer: Answer) -> str:
     """`my_interval(save, restart, one, gpus)`: seconds of work between two saves.
 
-    How often does one of all GPUs fail? Which losses become larger with the interval,
+    How often does any of the GPUs fail? Which losses become larger with the interval,
     which smaller, and which do not change?
 
     With M = one / gpus, an interval of work w takes M e^(restart/M) (e^((w + save)/M) -
@@ -53,8 +53,8 @@ def _about_interval(case: Case) -> str:
     if got < 9 * mean and expected_time(got, save, mean) - 1 <= 1.001 * least:
         return ""
     named = {
-        daly(save, one): "one of all GPUs fails far more often than one GPU",
-        young(save, one): "one of all GPUs fails far more often than one GPU",
+        daly(save, one): "some GPU of many fails far more often than a single one",
+        young(save, one): "some GPU of many fails far more often than a single one",
         young(save, one * gpus): "more GPUs fail more often, not less",
         daly(save, one * gpus): "more GPUs fail more often, not less",
         young(save, mean): "Young's interval is for saves far shorter than M",

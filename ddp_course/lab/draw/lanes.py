@@ -173,7 +173,7 @@ def in_words(run: Run) -> str:
 def _draw_lane(
     d: Drawing, lane: Lane, high: float, name_w: float, scale: float
 ) -> None:
-    """Draw a lane; its name begins at (0, 0)."""
+    """Draw a lane with its top left corner at (0, 0), its name first."""
     name = (high - BLOCK) / 2
     if lane.boxed:
         color = rank_color(lane.rank)

@@ -32,7 +32,7 @@ ANSWERS = answers(
             else:
                 high = x
         return low * one / gpus
-    of_one_gpu: one of all GPUs fails far more often
+    of_one_gpu: some GPU of many fails far more often
         one / gpus => one
     gpus_times_as_long: more GPUs fail more often, not less
         one / gpus => one * gpus
