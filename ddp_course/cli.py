@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         tell(error)
         return 1
-    finally:  # a command that has ended cannot be stopped any more
+    finally:  # ignore Ctrl-C once the command has ended
         ended = at_first is ddp_course.stop
         signal.signal(signal.SIGINT, signal.SIG_IGN if ended else at_first)
 

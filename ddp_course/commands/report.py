@@ -49,7 +49,7 @@ def command(_: object = None) -> int:
 
 
 def system() -> dict[str, str]:
-    """Return further facts that decide how ranks run, in a few words each, by name."""
+    """Return facts that affect how ranks run, in a few words each, by name."""
     names = sorted(name for name in os.environ if RELEVANT.fullmatch(name))
     return {
         "system": f"{platform.platform()} {platform.machine()}",

@@ -41,7 +41,7 @@ class Segments:
         self.order = experts.argsort(stable=True)[:num_rows]
         self.place = self.order.argsort()  # the row of each kept choice, by token
         each = chosen.new_full((len(chosen),), self.k) if kept is None else kept.sum(1)
-        self.first = each.cumsum(0) - each  # index in `place`
+        self.first = each.cumsum(0) - each  # where its choices begin in `place`
 
     def sort(self, x: Tensor) -> Tensor:
         """Copy each token to the rows of its experts: (N, C) -> (M, C)."""

@@ -32,9 +32,9 @@ from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
 from ddp_course.launch.topology import here
 
-# Seconds that a finished rank stays alive after the collectives that it has started, so
-# that peers do not lose their connection to it. A peer that still waits for its message
-# then gets an error.
+# Seconds that a rank stays alive after its function has returned and its collectives
+# have ended, so that slower peers do not lose their connection to it. A peer that waits
+# even longer for a message from this rank gets an error.
 STAY = 2.0
 
 

@@ -194,12 +194,12 @@ def full_optimizer_state(
 ) -> dict[str, Any]:
     """Return the state that `optimizer` would have in one process, on the CPU.
 
-    All ranks along the groups call it. The first one along all groups gets the state,
-    the others an empty dict, unless `everywhere`. Raises ReplicaError, on every rank,
-    for states with other shapes than their parameters.
+    All ranks along the groups call it. The rank that is first in every group gets the
+    state, the others an empty dict, unless `everywhere`. Raises ReplicaError, on every
+    rank, for states with other shapes than their parameters.
 
     Args:
-        optimizer: steps parameters that were placed along the groups, or pieces.
+        optimizer: its parameters were placed along the groups, or are pieces of such.
         names: the names that it would step in one process, for each of its groups.
         groups: the process groups along which the parameters were divided.
         everywhere: whether all ranks get the state.

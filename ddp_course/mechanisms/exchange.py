@@ -59,7 +59,7 @@ class MessageExchange:
         return summand
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' `x`, which does not change."""
+        """Return the sum of `x` over all ranks; `x` does not change."""
         return self.all_reduce(self.buffer(x.shape, x).copy_(x))
 
     def reduce_scatter(self, summand: Tensor, dim: int) -> Tensor:

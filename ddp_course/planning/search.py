@@ -52,7 +52,7 @@ def search(
     software: Software = Software(),  # noqa: B008 - frozen
     recompute: str | None = None,
 ) -> Found:
-    """Predict all possible layouts; raise ValueError if there is none.
+    """Predict time and memory of all possible layouts; raise ValueError without any.
 
     Layouts that take the same time are sorted by memory. `recompute` is the only kind
     of recomputation that is tried; None tries all.

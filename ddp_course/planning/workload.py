@@ -84,7 +84,7 @@ class Workload:
 
     @classmethod
     def of_gpt(cls, config: GPTConfig, rows: int) -> Workload:
-        """Return the course's GPT of these sizes, with `rows` rows in each batch.
+        """Return the workload of the course's GPT with `rows` rows in each batch.
 
         Raises ValueError for a GPT with experts.
         """

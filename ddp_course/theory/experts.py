@@ -141,7 +141,7 @@ def ranks_per_token(experts: int, experts_per_token: int, ranks: int) -> Fractio
 
 
 def busiest_rank(loads: Sequence[int], ranks: int) -> Fraction:
-    """Return the rows of the busiest rank over those of the mean.
+    """Return the busiest rank's rows divided by the mean over the ranks.
 
     `loads` are the rows of each expert; rank r has the r-th part of the experts, in
     order. A step takes that many times as long as with equal loads. Chapter 17.

@@ -182,10 +182,10 @@ class UnusedPieces:
 
 
 class SameOrder:
-    """A part that compares the order of the units over the ranks after every pass.
+    """A part that compares the ranks' orders of the units after every pass.
 
-    A message does not name its unit: if one rank gathered block 1 while another gathers
-    block 2, each would get a mixture of both, without any error.
+    A message does not name its unit: if one rank gathered block 1 and another block 2,
+    each would get a mixture of both, without any error.
     """
 
     def __init__(self, groups: Sequence[Group], exchanges: Sequence[Exchange]) -> None:

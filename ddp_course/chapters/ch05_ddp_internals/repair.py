@@ -26,7 +26,7 @@ from ddp_course.collectives import barrier
 from ddp_course.lab.answers import one_line
 from ddp_course.lab.imagined_gpus import ImaginedGPUs
 
-ROWS, HELD_OUT = 24, 17  # rows of each rank in an epoch; held-out rows, and one more
+ROWS, HELD_OUT = 24, 17  # per rank: rows in an epoch, held-out rows (and one in all)
 EPOCHS = (3, 4)  # a first call trains three epochs, a second one resumes
 FILE = "run.pt"
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def plot_bytes(
     measured: Mapping[str, Sequence[float]], theory: Mapping[str, Sequence[float]]
 ) -> Drawn:
-    """Draw what each rank sent, in whole tensors S, and what theory says, as a mark.
+    """Draw what each rank sent, in units of S, the whole tensor, and theory as marks.
 
     Both arguments map an algorithm to a value for each rank. Raises ValueError unless
-    they have the same algorithms and numbers of ranks.
+    they have the same algorithms, and the same number of ranks for each.
     """
     _check_bytes(measured, theory)
     bars = sum(map(len, measured.values())) + len(measured)
