@@ -16,6 +16,7 @@ from ddp_course.local_sgd.local import AllReduce, Group, LocalSteps, OuterSteps
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.frozen import Frozen
 from ddp_course.mechanisms.guards import watch
+from ddp_course.theory.checks import check_not_negative, check_positive
 
 
 class NotAveragedError(RuntimeError):
@@ -43,6 +44,7 @@ class LocalSGD(LocalSteps):
         group: Group = None,
         all_reduce: AllReduce = dist.all_reduce,
     ) -> None:
+        check_arguments("LocalSGD", module)
         parts = parts_of(every=every, warmup=warmup)
         options = {"warmup": warmup, "group": group, "all_reduce": all_reduce}
         super().__init__(optimizer, module, every, **options, parts=parts)
@@ -66,9 +68,30 @@ class DiLoCo(OuterSteps):
         all_reduce: AllReduce = dist.all_reduce,
         **outer: Any,
     ) -> None:
+        check_arguments("DiLoCo", module, **outer)
         parts = parts_of(every=every, warmup=warmup, **outer)
         options = {"warmup": warmup, "group": group, "all_reduce": all_reduce}
         super().__init__(optimizer, module, every, **options, **outer, parts=parts)
+
+
+def check_arguments(name: str, module: nn.Module, **outer: Any) -> None:
+    """Raise ValueError if the class `name` cannot be constructed with these."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"module is of type {type(module).__name__}; it must be a torch.nn.Module: "
+            f"{name}(optimizer, module)"
+        )
+    for option in outer:
+        if option not in ("lr", "momentum", "nesterov"):
+            raise ValueError(
+                f"{option} is no argument of {name}; those of its outer optimizer are "
+                "lr, momentum and nesterov"
+            )
+    check_positive("lr", outer.get("lr", 0.7))
+    momentum = outer.get("momentum", 0.9)
+    check_not_negative("momentum", momentum)
+    if momentum >= 1:
+        raise ValueError(f"momentum is {momentum!r}; it must be below 1")
 
 
 # ---- parts ---------------------------------------------------------------------------
@@ -115,7 +138,7 @@ def check_local(local: LocalSteps) -> None:
         raise ValueError(
             f"warmup is {local.warmup}, so the module must be a "
             f"DistributedDataParallel, which averages gradients; it is a "
-            f"{type(local.module)}"
+            f"{type(local.module).__name__}: wrap it, or leave warmup out"
         )
 
 

@@ -6,9 +6,10 @@ import local_cases as cases
 import pytest
 import torch
 from local_cases import FORGETFUL, PAIRS, PLANTED, RANKS, STEPS, apart
+from refusals import refused
 
 from ddp_course.launch import spawn
-from ddp_course.local_sgd import LocalSGD
+from ddp_course.local_sgd import DiLoCo, LocalSGD
 from ddp_course.theory import local_sgd_bytes
 
 ROUNDING = 1e-6  # who divides first, or adds in another order, rounds otherwise
@@ -115,6 +116,7 @@ def test_what_cannot_be_is_refused_in_words(ranks):
     for result in ranks:
         warmup, foreign, every, lr = result["refused"]
         assert "so the module must be a DistributedDataParallel" in warmup
+        assert "it is a Sequential: wrap it, or leave warmup out" in warmup
         assert "has a parameter that is none of the module's" in foreign
         assert "every is 2 on ranks 0, 1, 2, 3 on rank 3" in every
         assert "lr is 0.5 on ranks 0, 1, 2, 1.5 on rank 3" in lr
@@ -122,6 +124,28 @@ def test_what_cannot_be_is_refused_in_words(ranks):
     for wrong in ({"every": 0}, {"every": 2.0}, {"warmup": -1}):
         with pytest.raises(ValueError, match="it must be [01] or more"):
             LocalSGD(cases.INNER["sgd"](model.parameters()), model, **wrong)
+
+
+def constructed(outer, swapped=False, **options):
+    model = cases.plain()
+    both = cases.INNER["sgd"](model.parameters()), model
+    return outer(*(reversed(both) if swapped else both), 8, **options)
+
+
+test_arguments_that_cannot_be_are_refused = refused(
+    (
+        lambda: constructed(LocalSGD, True),
+        r"of type SGD; .* LocalSGD\(optimizer, module",
+    ),
+    (lambda: constructed(DiLoCo, True), r"of type SGD; .* DiLoCo\(optimizer, module"),
+    (
+        lambda: constructed(DiLoCo, outer_lr=1),
+        "outer_lr is no argument of DiLoCo; .* lr",
+    ),
+    (lambda: constructed(DiLoCo, momentum=1.5), "momentum is 1.5; it must be below 1"),
+    (lambda: constructed(DiLoCo, momentum=-1), "momentum is -1; it must be a finite"),
+    (lambda: constructed(DiLoCo, lr="0.7"), "lr is '0.7'; it must be a finite number"),
+)
 
 
 def test_with_a_loss_scaler_all_ranks_skip_the_same_step():
