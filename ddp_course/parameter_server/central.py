@@ -229,8 +229,9 @@ class Worker:
         clock: the number of gradients that this worker has pushed.
         version: the number of steps in this worker's weights.
 
-    `pull` and `push` raise ServerGoneError; `pull` raises ValueError if the server's
-    parameters have other shapes or types.
+    Raises ValueError if `server` is this rank, or none of the group. `pull` and `push`
+    raise ServerGoneError; `pull` raises ValueError if the server's parameters have
+    other shapes or types, and `push` if there was no pull.
     """
 
     def __init__(
@@ -242,11 +243,22 @@ class Worker:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.endpoint, self.envelopes = Endpoint(group), Endpoint(group, ())
+        if server not in range(self.endpoint.size):
+            raise ValueError(
+                f"server is {server!r}; it must be a rank of the group, 0 to "
+                f"{self.endpoint.size - 1}"
+            )
+        if server == self.endpoint.rank:
+            raise ValueError(
+                f"server is {server}, which is this rank; the server cannot be its own "
+                "worker: call Server(params, optimizer).serve() on this rank"
+            )
         is_row = isinstance(params, ParameterRow)
         self.row = params if is_row else ParameterRow(params)
         self.server, self.patience = server, patience
         self.form = self.row.form
         self.clock = self.version = 0
+        self.has_weights = False
 
     def pull(self) -> bool:
         """Get the weights; return False if the server needs no more gradients."""
@@ -269,6 +281,7 @@ class Worker:
         if kind == DONE:
             return False
         self.receive_row()
+        self.has_weights = True
         return True
 
     def push(self) -> None:
@@ -294,6 +307,11 @@ class Worker:
 
     def ask(self, kind: int, count: int = 0) -> None:
         """Send a request."""
+        if kind == PUSH and not self.has_weights:
+            raise ValueError(
+                "push before the first pull: call pull first, which gets the weights "
+                "that the gradient is computed with"
+            )
         envelope = torch.tensor([kind, count, self.form])
         self._wait(self.envelopes.send(envelope, self.server))
 

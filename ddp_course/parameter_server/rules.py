@@ -82,6 +82,11 @@ class Book:
         version: int = 0,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if not isinstance(rule, Rule):
+            raise ValueError(
+                f"rule is {rule!r}; it can be SYNCHRONOUS, ASYNCHRONOUS, bounded(k) or "
+                "backup(k)"
+            )
         self.rule, self.missing, self.version = rule, set(expected), version
         self.last = math.inf if steps is None else steps
         self.now, self.began = now, now()

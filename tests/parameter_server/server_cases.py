@@ -18,6 +18,7 @@ from ddp_course.parameter_server import (
     SYNCHRONOUS,
     Book,
     Record,
+    RowWorker,
     Rule,
     Server,
     ServerGoneError,
@@ -122,6 +123,23 @@ def of_another_model() -> str:
         words.append(said(ValueError, worker.pull))
     worker.leave()
     return words
+
+
+def cannot_work() -> list[str]:
+    """Return what is said of calls that cannot work; nobody sends anything."""
+    params = [nn.Parameter(torch.ones(2))]
+    if dist.get_rank() == 0:
+        optimizer = OPTIMIZERS["sgd"](params)
+        return [
+            said(ValueError, Worker, params),
+            said(ValueError, Server, params, optimizer, "synchronous"),
+        ]
+    return [
+        said(ValueError, Worker, params, server=5),
+        said(ValueError, Worker, params, server=-1),
+        said(ValueError, Worker(params).push),
+        said(ValueError, RowWorker(width=2).push),
+    ]
 
 
 # ---- servers that are wrong ----------------------------------------------------------

@@ -159,6 +159,16 @@ def test_without_a_server_workers_end_at_once():
         assert seconds < 15  # not the patience of 300
 
 
+def test_what_cannot_work_is_refused_before_anything_is_sent():
+    said = spawn(cases.cannot_work, world_size=2, timeout=20)
+    assert "server is 0, which is this rank; the server cannot be its own" in said[0][0]
+    assert "rule is 'synchronous'; it can be SYNCHRONOUS" in said[0][1]
+    for words in said[1][:2]:
+        assert re.fullmatch("server is (5|-1); it must be a rank of .* 0 to 1", words)
+    for words in said[1][2:]:
+        assert "push before the first pull: call pull first" in words
+
+
 def test_a_server_that_is_silent_is_named():
     def waits():
         model = cases.make_model()

@@ -181,6 +181,7 @@ def test_a_last_gradient_counts_although_its_worker_has_left():
 
 test_what_is_no_rule_and_what_is_no_run_is_refused = refused(
     (lambda: Rule(spare=-1), "spare"),
+    (lambda: Book("synchronous"), "rule is 'synchronous'; it can be SYNCHRONOUS, ASYN"),
     (lambda: Rule(bound=-1), "bound"),
     (lambda: Rule(bound=math.nan), "bound"),
     (lambda: simulate_run(ASYNCHRONOUS, [], 1), "above 0"),
