@@ -37,13 +37,17 @@ def gradients_per_second(way: str, seconds: Sequence[float], spare: int = 0) -> 
     Raises ValueError for a value that is not allowed here. Chapter 13.
     """
     check_choice("way", way, WAYS)
+    if spare and way != "backup":
+        raise ValueError(
+            f"spare is {spare!r}; only 'backup' has spare workers: leave it out for "
+            f"{way!r}"
+        )
     n = len(seconds)
     if way == "asynchronous":
         return sum(1 / each for each in seconds)
-    if spare not in range(n) or (spare and way != "backup"):
-        most = n - 1 if way == "backup" else 0
+    if spare not in range(n):
         raise ValueError(
-            f"spare is {spare!r}; for {way} with {n} workers it can be 0 to {most}"
+            f"spare is {spare!r}; for {way} with {n} workers it can be 0 to {n - 1}"
         )
     return (n - spare) / sorted(seconds)[n - 1 - spare]
 

@@ -98,5 +98,6 @@ test_what_no_formula_is_for = refused(
         lambda: gradients_per_second("backup", [1], spare=1),
         "spare is 1; for backup with 1",
     ),
-    (lambda: gradients_per_second("bounded", [1, 1], 1), "bounded with 2 workers it"),
+    (lambda: gradients_per_second("bounded", [1, 1], 1), "only 'backup' has spare"),
+    (lambda: gradients_per_second("asynchronous", [1, 1], 2), "out for 'asynchronous'"),
 )
