@@ -78,7 +78,9 @@ def tensors_of(watched: Iterable[Any]) -> list[tuple[Tensor, str]]:
     steppers = [one for one in watched if not isinstance(one, nn.Module)]
     for one in steppers:
         if not hasattr(one, "param_groups") or not hasattr(one, "state"):
-            raise TypeError(f"{one!r} is neither a module nor an optimizer")
+            raise TypeError(
+                f"{one!r} is neither a module nor an optimizer: pass the model itself"
+            )
     parameters = [p for module in modules for p in module.parameters()]
     stepped = [p for one in steppers for g in one.param_groups for p in g["params"]]
     own = {id(p) for p in parameters} if modules else {id(p) for p in stepped}

@@ -41,7 +41,9 @@ class SystemBytes:
     def written(self) -> int:
         """Bytes written within the block."""
         if self._written is None:
-            raise RuntimeError("SystemBytes has its number when the block has ended")
+            raise RuntimeError(
+                "SystemBytes still counts: read it after the `with` block"
+            )
         return self._written
 
     def __enter__(self) -> Self:

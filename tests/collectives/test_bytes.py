@@ -53,6 +53,11 @@ def counted() -> dict[str, tuple[Bytes, int]]:
     return got
 
 
+def test_the_systems_count_is_read_after_its_block():
+    with SystemBytes() as system, pytest.raises(RuntimeError, match="after the `with`"):
+        print(system.written)
+
+
 def unmatched(reports: Iterable[Bytes]) -> list[tuple[int, int]]:
     """Return between whom not all that was sent was received: meters check meters."""
     by_rank = {report.rank: report for report in reports}

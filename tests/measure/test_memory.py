@@ -161,6 +161,7 @@ def test_bad_input_is_named():
         lambda: Ledger({"weights": 1}): "kind is 'weights'",
         lambda: Ledger({"other": -1}): "other: -1 bytes",
         lambda: resident(nn.Linear(1, 1), 3): "3 is neither a module nor an optimizer",
+        lambda: resident(nn.Linear(1, 1).parameters()): "pass the model itself",
         lambda: MemoryLog(torch.zeros(3)): "neither a module nor an optimizer",
         lambda: MemoryLog().peak_of("all"): "kind is 'all'",
     }.items():
