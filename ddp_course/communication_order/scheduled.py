@@ -73,9 +73,10 @@ class ScheduledDataParallel(OrderedDataParallel):
         all_reduce: any all-reduce of this course, or PyTorch's.
         layers: modules that count as one layer with all their submodules.
 
-    Raises ReplicaError, on every rank, if the modules differ or the optimizer cannot
-    step layers one by one; RuntimeError, when a step is taken, if a parameter was
-    changed through a view while the step was due.
+    Raises ValueError for a policy that is not a Policy; ReplicaError, on every rank, if
+    the modules differ or the optimizer cannot step layers one by one; RuntimeError,
+    when a step is taken, if a parameter was changed through a view while the step was
+    due.
     """
 
     def __init__(
@@ -87,6 +88,11 @@ class ScheduledDataParallel(OrderedDataParallel):
         all_reduce: Callable[..., Any] = dist.all_reduce,
         layers: Sequence[nn.Module] = (),
     ) -> None:
+        if not isinstance(policy, Policy):
+            raise ValueError(
+                f"policy is {policy!r}; it must be a Policy, such as "
+                "priority(piece=2**20, credit=1)"
+            )
         piece = policy.piece and max(16, int(policy.piece) // 16 * 16)  # whole numbers
         recovery = Recovery(process_group, quick_exchange(process_group))
         self.planner = Planned(replace(policy, piece=piece))

@@ -488,6 +488,15 @@ def test_optimizers_are_tried_out():
         check_one_by_one(lbfgs)
 
 
+def test_a_policy_by_its_name_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"policy is 'priority'; .* such as priority\("
+    ):
+        ScheduledDataParallel(model, optimizer, "priority")
+
+
 # ---- in time -------------------------------------------------------------------------
 
 SIZES, LINKS = (6, 5, 4, 3), Links(inside=Link(0.0, 30e6))  # of 4 layers, in 256 KiB
