@@ -310,10 +310,12 @@ def _sends(
             continue
         later = [*under_way, *(time for time in ready_at if time > now)]
         if not later:
+            count = sum(map(len, waiting.values()))
+            others = f", as do {count - 1} more" if count > 1 else ""
+            first = next(iter(waiting.values()))[0][0]
             raise OrderError(
-                f"{policy.name}: after {now} nothing more is sent, and "
-                f"{sum(map(len, waiting.values()))} pieces wait for ever, "
-                f"{[*waiting.values()][0][0][0]} among them"
+                f"{policy.name}: after time {now} nothing is sent; piece {first.index} "
+                f"of layer {first.layer} waits for ever{others}"
             )
         now = min(later)
 

@@ -38,8 +38,19 @@ class Layer:
     update: Real = 0
 
 
+def check_layers(layers: Sequence[Layer]) -> None:
+    """Raise ValueError unless each of `layers` is a Layer."""
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, Layer):
+            raise ValueError(
+                f"layers[{number}] is {layer!r}; it must be a Layer(forward, backward, "
+                "send)"
+            )
+
+
 def ready_times(layers: Sequence[Layer]) -> list[Real]:
     """Return, for each layer, the time when its gradient is ready."""
+    check_layers(layers)
     return list(accumulate(layer.backward for layer in reversed(layers)))[::-1]
 
 
@@ -67,6 +78,7 @@ def wait_for_all_time(layers: Sequence[Layer]) -> Real:
 
     That is data parallelism as in DDP, with a bucket for each layer.
     """
+    check_layers(layers)
     backward = [layer.backward for layer in reversed(layers)]
     network = [layer.send for layer in reversed(layers)]
     last = send_starts(backward, network)[-1] + network[-1]
