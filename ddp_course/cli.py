@@ -475,7 +475,14 @@ def _gone(option: str) -> Callable[[str], str]:
 
 def _many(text: str) -> int:
     power = {"m": 6, "b": 9, "t": 12}.get(text[-1:].lower(), 0)
-    value = _positive(text[:-1] if power else text) * 10**power
+    number = text[:-1] if power else text
+    try:
+        float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number such as 7.5e9, 7.5b or 350m"
+        ) from None
+    value = _positive(number) * 10**power
     if not 1 <= value <= 10**15:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 1000t")
     return round(value)

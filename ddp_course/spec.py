@@ -479,11 +479,17 @@ def layout_for(world_size: int, **options: Any) -> Layout:
         text = f"there is no option {unknown!r}; the options are {', '.join(known)}"
         raise SpecError(successor(unknown, options[unknown]) or text, unknown)
     options = {name: value for name, value in options.items() if value is not None}
-    if "dp" not in options:
+    if free := "dp" not in options:
         layout = Layout(**options)
         check_fields(layout)
         options["dp"] = max(1, world_size // layout.ranks)
     layout = Layout(**options)
+    if free and world_size % (others := layout.ranks // layout.dp):
+        layout.check()
+        raise SpecError(
+            f"the number of ranks is {world_size}; it must be a multiple of {others}, "
+            "the product of pp, cp and tp"
+        )
     layout.check(world_size)
     return layout
 
@@ -661,10 +667,16 @@ def _local(a: Layout) -> str | None:
     if typed and a.outer != "nesterov":
         return f"{typed[0]} has no effect without outer 'nesterov'; set that, too"
     if not _whole_replicas(a) or a.compress:
+        wrong = [f"{axis} is {a.sizes[axis]}" for axis in a.model_axes]
+        for name, alone in {"threads": 1, "zero": 0, "compress": None}.items():
+            if (value := getattr(a, name)) != alone:
+                wrong.append(f"{name} is {value!r}")
+        if a.data_parallel != "ddp":
+            wrong.append(f"data_parallel is {a.data_parallel!r}")
         return (
-            f"local_steps is {a.local_steps}; ranks that step alone have whole models "
-            "and send no gradients: take data_parallel 'ddp' along dp alone, with zero "
-            "0 and without compress"
+            f"local_steps is {a.local_steps} and {wrong[0]}; ranks that "
+            "step alone have whole models and send no gradients: take data_parallel "
+            "'ddp' along dp alone, with zero 0 and without compress"
         )
     return None
 

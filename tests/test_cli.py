@@ -152,6 +152,7 @@ test_what_is_typed_wrongly_is_answered_in_one_line = answered(
     ("plan --preset gpt5", "invalid choice: 'gpt5'"),
     ("plan --preset 1m --parameters 7b", "not allowed with"),
     ("plan --parameters 7q", "'7q' is not a number"),
+    ("plan --parameters 7.5bn", "is not a number such as 7.5e9, 7.5b or 350m"),
     ("plan --parameters 0", "is not a number above 0"),
     ("plan --parameters -7b", "'-7' is not a number above 0"),
     ("plan --parameters 7b --memory -1e-3", "'-1e-3' is not a number above 0"),

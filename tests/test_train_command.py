@@ -97,7 +97,7 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     ("--json no/such/folder/file", "there is no folder"),
     ("--checkpoint /dev/null/runs", "/dev/null is a file; name a folder"),
     ("--json /tmp", "cannot write /tmp: it is a folder"),
-    ("--tp 2 --ranks 1", "a mesh tp 2 needs 2 ranks, and the world"),
+    ("--tp 2 --ranks 1", "the number of ranks is 1; it must be a multiple of 2"),
     ("--pp 1 --schedule gpipe", "--schedule has no effect without a pipeline"),
     ("--compress powersgd:4", "one rank sends nothing; take two ranks or more"),
     ("--local-steps 8 --outer nesterov", "averaging needs two ranks or more"),

@@ -83,8 +83,15 @@ def compress(
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket by the compressor `state`; pass both to `register_comm_hook`.
 
-    Raises TypeError, on every rank, at the first backward if gradients are complex.
+    At the first backward it raises, on every rank, TypeError if gradients are complex,
+    and ValueError if `state` is a class.
     """
+    if isinstance(state, type):
+        name = state.__name__
+        raise ValueError(
+            f"state is the class {name}; pass an object of it, as {name}(...), to "
+            "register_comm_hook"
+        )
     if (kind := bucket.buffer().dtype).is_complex:
         raise TypeError(f"gradients are {kind}; compressors are for real numbers only")
 

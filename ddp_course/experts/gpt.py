@@ -150,6 +150,9 @@ def build_mixture_gpt(config: MixtureConfig, seed: int = 0) -> GPT:
 
     The weights outside of the mixtures are those of `build_gpt`.
     """
+    if not isinstance(config, MixtureConfig):
+        kind = type(config).__name__
+        raise ValueError(f"config is a {kind}; it must be a MixtureConfig")
     model = build_gpt(config, seed)
     scale = GradientScale()
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):

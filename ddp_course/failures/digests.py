@@ -68,6 +68,8 @@ def first_spike(
     The median is of the last `window` losses, so that one of them cannot move it far. A
     loss that is not a number is a spike. Returns None if there is none.
     """
+    if window < 1:
+        raise ValueError(f"window is {window}; it must be 1 or more")
     for step in range(1, len(losses)):
         usual = statistics.median(losses[max(0, step - window) : step])
         if not losses[step] <= times * usual:

@@ -19,6 +19,10 @@ def young(save: float, mean: float) -> float:
     It minimises save / work + work / (2 * mean): what saves cost, and the half interval
     that a failure loses on average. Young, 1974.
     """
+    if not (save >= 0 and mean > 0):
+        raise ValueError(
+            f"save is {save} and mean {mean}; save must be 0 or more, mean above 0"
+        )
     return math.sqrt(2 * save * mean)
 
 

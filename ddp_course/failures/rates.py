@@ -63,6 +63,8 @@ PUBLISHED = (
 
 def mean_time(one: float, devices: int) -> float:
     """Return M(N), the mean time between failures of a job on N devices."""
+    if not (one > 0 and devices > 0):
+        raise ValueError(f"one is {one} and devices {devices}; both must be above 0")
     return one / devices
 
 

@@ -127,7 +127,7 @@ def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
-        raise ValueError("the default process group has not been initialized")
+        raise ValueError("no process group is initialized; run it by spawn or torchrun")
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             f"rank {dist.get_rank()} is no member of this group (new_group returned "

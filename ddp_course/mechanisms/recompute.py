@@ -254,7 +254,10 @@ def recompute_blocks(model: nn.Module) -> None:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     blocks = dict.fromkeys(block for members in lists for block in members)
     if not blocks:
-        raise ValueError("the model has no nn.ModuleList, so it has no blocks")
+        raise ValueError(
+            "the model has no nn.ModuleList, so it has no blocks; put the modules to "
+            "recompute into one, as self.blocks = nn.ModuleList(...)"
+        )
     for block in blocks:
         if "forward" in vars(block):
             kind = type(block).__name__

@@ -180,7 +180,7 @@ class PipelineParallel(DividedModule, Pipeline):
     def forward(
         self, x: Tensor, y: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Evaluate: go forward without recording gradients.
+        """Evaluate: go forward without recording gradients. To train, call `step`.
 
         Without targets, returns (output of the last layer, None) on the last stage's
         rank, with an output of (B, T, V), and (None, None) on the others. With targets,

@@ -61,11 +61,12 @@ def layer_activations(
     Chapter 06.
     """
     check_choice("recompute", recompute, RECOMPUTE)
-    if hidden % heads or heads % tp:
+    if hidden % heads:
         raise ValueError(
-            f"hidden is {hidden}, heads {heads} and tp {tp}; heads must divide hidden, "
-            "and tp must divide heads"
+            f"heads is {heads}; heads must divide hidden, which is {hidden}"
         )
+    if heads % tp:
+        raise ValueError(f"tp is {tp}; tp must divide heads, which is {heads}")
     sbh, mask = sequence * batch * hidden, int(dropout)
     between = tp if sequence_parallel else 1  # ranks that share what tp does not cut
     if recompute == "full":

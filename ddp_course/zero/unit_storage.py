@@ -335,9 +335,8 @@ class ShardedError(RuntimeError):
 class Freed:
     """A placeholder in a module for a parameter that is not gathered.
 
-    Computing with a tensor whose storage is 0 bytes long would crash the process, and
-    computing with a piece would give nonsense. Any use of a Freed raises an error that
-    names the parameter.
+    Computing with a tensor of 0 bytes would crash the process, and with a piece would
+    give nonsense. Any use of a Freed raises an error that names the parameter.
     """
 
     name: str
@@ -353,9 +352,15 @@ class Freed:
             raise AttributeError(attribute)
         raise ShardedError(
             f"{self.name} has no values at present (.{attribute}): each rank has only "
-            "a piece of it, and it is gathered only while its unit computes. To read "
-            "it elsewhere, call full_state_dict()"
+            "a piece of it, and it is gathered only while its unit computes. To "
+            "compute, call the wrapper; to read it elsewhere, call full_state_dict()"
         )
+
+    def __add__(self, *_: Any) -> Any:
+        return self.__getattr__("operator")
+
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __add__
+    __neg__ = __matmul__ = __rmatmul__ = __getitem__ = __float__ = __len__ = __add__
 
     def __repr__(self) -> str:
         """Return a text that explains errors of PyTorch, such as functional_call's."""

@@ -29,7 +29,7 @@ from ddp_course.compression import (
     play,
 )
 from ddp_course.compression import powersgd as powersgd_module
-from ddp_course.compression.hook import as_bytes
+from ddp_course.compression.hook import as_bytes, compress
 from ddp_course.launch import spawn
 from ddp_course.measure import ByteMeter, SystemBytes
 from ddp_course.mechanisms.comm_hook import GradBucket
@@ -267,6 +267,10 @@ def test_a_matrix_that_is_zero_in_powersgds_first_step_is_sent_in_the_next(monke
 
 
 test_what_cannot_be_is_told = refused(
+    (
+        lambda: compress(PowerSGD, None),
+        r"state is the class PowerSGD; pass an object of it, as PowerSGD\(\.",
+    ),
     (lambda: TopK(0), "density is 0; it must be above 0, and at most 1"),
     (lambda: RandomK(True), "density is True; it must be a number"),
     (lambda: PowerSGD(0), "rank is 0; it must be a whole number, 1 or more"),

@@ -269,5 +269,7 @@ def test_spawn_models_without_experts_are_refused():
     [{"experts": 1}, {"experts_per_token": 9}, {"capacity": 0}, {"balance": -1}],
 )
 def test_mixtures_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match="config is a GPTConfig; it must be a Mixture"):
+        build_mixture_gpt(GPTConfig())
     with pytest.raises(ValueError, match=next(iter(wrong))):
         MixtureConfig(**wrong)

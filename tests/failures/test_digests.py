@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 import torch
+from refusals import refused
 
 from ddp_course.chapters.ch19_failures.silent import flip_bit
 from ddp_course.failures.digests import digest, first_spike, gather_digests, suspects
@@ -103,3 +104,8 @@ def test_a_spike_is_a_loss_far_above_those_before_it():
     assert first_spike(falling, window=20) is None
     assert first_spike([100.0, *[1.0] * 5, 3.0]) == 6  # a mean would be 17
     assert first_spike([3.0]) is first_spike([]) is None
+
+
+test_what_cannot_be_is_told = refused(
+    (lambda: first_spike([1.0, 2.0], window=0), "window is 0; it must be 1 or more"),
+)

@@ -5,6 +5,7 @@ import math
 from random import Random
 
 import pytest
+from refusals import refused
 
 from ddp_course.failures import interval, rates
 from ddp_course.failures.interval import daly, expected_time, simulated_time, young
@@ -92,3 +93,9 @@ def test_a_wrong_formula_is_noticed():
 @pytest.mark.parametrize("module", [rates, interval])
 def test_rates_and_intervals_need_no_torch(module):
     assert "torch" not in inspect.getsource(module)
+
+
+test_what_cannot_be_is_told = refused(
+    (lambda: young(60, 0), "save is 60 and mean 0; save must be 0 or more, mean above"),
+    (lambda: young(-1, 60), "save is -1 and mean 60; save must be 0 or more"),
+)

@@ -4,6 +4,7 @@ import math
 from random import Random
 
 import pytest
+from refusals import refused
 
 from ddp_course.failures.rates import (
     LLAMA_3,
@@ -43,3 +44,9 @@ def test_the_first_of_n_fails_n_times_as_soon(devices):
 
 def test_in_one_mean_time_something_fails_in_63_of_100_cases():
     assert chance(3.0, 30.0, 10) == pytest.approx(1 - math.exp(-1))
+
+
+test_what_cannot_be_is_told = refused(
+    (lambda: mean_time(50_000, 0), "one is 50000 and devices 0; both must be above 0"),
+    (lambda: chance(1.0, -2.0, 4), "one is -2.0 and devices 4; both must be above 0"),
+)

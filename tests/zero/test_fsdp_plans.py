@@ -80,7 +80,7 @@ def test_units_can_be_chosen(units, expected):
 def test_no_unit_of_this_model():
     model = build_gpt(GPT)
     for units in (["blocks.9"], [nn.Linear(2, 2)], model.blocks, "blocks"):
-        with pytest.raises(ValueError, match=", which is no module of this model"):
+        with pytest.raises(ValueError, match=" is no module of this model; its mod"):
             unit_plan(model, 2, units)
 
 
@@ -145,7 +145,7 @@ def constructions(odd: bool) -> dict:
     }
     calls = of_rank_1 | {
         "*module is a list; it must be*": one([]),
-        "*units has 'x', which is no*": one(units=["x"]),
+        "*2: units: 'x' is no*": one(units=["x"]),
         "*units: 'int' object is not *": one(units=3),
         "*on the meta device*": one(nn.Linear(3, 3, device="meta")),
         "*prefetch is -1; it must be*": one(prefetch=-1),

@@ -316,6 +316,12 @@ def failures() -> dict[str, object]:
     results["shape"] = weight.shape, weight.requires_grad
     results["sum"] = error_of(lambda: weight.sum())
     results["times"] = error_of(lambda: torch.matmul(x, model[1].inner.weight))
+    results["plus"] = error_of(lambda: weight + 1)
+    results["minus"] = error_of(lambda: 1 - weight)
+    results["at"] = error_of(lambda: weight @ x)
+    results["row"] = error_of(lambda: weight[0])
+    results["rows"] = error_of(lambda: len(weight))
+    results["number"] = error_of(lambda: float(weight))
     results["inner state_dict"] = error_of(model.state_dict)
     piece = dict(sharded.named_parameters())["1.inner.weight"]
     results["piece"] = placed(piece), piece.shape, piece.grad.shape
@@ -338,9 +344,11 @@ def test_after_an_error_all_is_well_and_freed_parameters_say_so(two_ranks):
             batch, other = {os.SCHED_BATCH}, {os.SCHED_OTHER}
             assert rank["patience"] == [batch, batch, other]
         assert rank["shape"] == (torch.Size([3, 3]), True)
-        for what in ("sum", "times", "inner state_dict"):
+        operators = "plus", "minus", "at", "row", "rows", "number"
+        for what in ("sum", "times", "inner state_dict", *operators):
             assert rank[what].startswith("ShardedError: ")
             assert " has no values at present" in rank[what], what
+            assert "call the wrapper; to read" in rank[what]
             assert "full_state_dict()" in rank[what]
         way, shape, of_gradient = rank["piece"]
         assert way.shape == (3, 3) and shape == of_gradient == way.steps[0].part_shape

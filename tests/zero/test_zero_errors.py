@@ -65,6 +65,9 @@ def constructions(odd: bool) -> dict:
             of=Adafactor
         ),
         "*LBFGS*differs from its step on the whole*": one(of=torch.optim.LBFGS),
+        "*optimizer_class is an object; pass the class Adagrad, and its options*": one(
+            of=torch.optim.Adagrad(linear(3, 3))
+        ),
         "*optimizer_class is 'AdamW'*not callable*": one(of="AdamW"),
         "*Invalid learning rate: -1.0*": one(lr=-1.0),
         "*unexpected keyword argument 'nonsense'*": one(nonsense=3),
