@@ -211,7 +211,7 @@ def test_what_a_process_and_its_threads_write_is_counted_when_the_block_ends(tmp
             thread.start()
             thread.join()
         write(100_000, tmp_path / "c")
-        with pytest.raises(RuntimeError, match="when the block has ended"):
+        with pytest.raises(RuntimeError, match="read it after the .with. block"):
             _ = outer.written
         assert repr(outer) == "<SystemBytes: counting>"
     write(100_000, tmp_path / "d")
