@@ -124,6 +124,8 @@ def copy_all_to_group(tensors: Sequence[Tensor], group: Group = None) -> list[Te
 
     The all-reduce begins when the gradients of all of them are complete.
     """
+    if not tensors:
+        return []
     joined = copy_to_group(torch.cat([t.flatten() for t in tensors]), group)
     parts = joined.split([t.numel() for t in tensors])
     return [part.view_as(t).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
@@ -152,9 +154,11 @@ def summed_together(model: nn.Module, group: Group = None) -> Iterator[None]:
     """Sum the gradients of all `OwnTokensLayer`s in `model` in one all-reduce.
 
     Runs a forward in the block. The all-reduce follows when backward has reached the
-    first of the layers.
+    first of the layers. A layer that stage 3 gathers only while it computes is left
+    out: it sums its own gradients.
     """
     layers = [m for m in model.modules() if isinstance(m, OwnTokensLayer)]
+    layers = [m for m in layers if all(map(torch.is_tensor, m.whole_parameters()))]
     wholes = [layer.whole_parameters() for layer in layers]
     copies = iter(copy_all_to_group([p for whole in wholes for p in whole], group))
     for layer, whole in zip(layers, wholes, strict=True):
