@@ -228,10 +228,11 @@ class Worker:
     Attributes:
         clock: the number of gradients that this worker has pushed.
         version: the number of steps in this worker's weights.
+        has_weights: whether it has pulled since its last push.
 
     Raises ValueError if `server` is this rank, or none of the group. `pull` and `push`
     raise ServerGoneError; `pull` raises ValueError if the server's parameters have
-    other shapes or types, and `push` if there was no pull.
+    other shapes or types, and `push` without a pull before it.
     """
 
     def __init__(
@@ -309,9 +310,10 @@ class Worker:
         """Send a request."""
         if kind == PUSH and not self.has_weights:
             raise ValueError(
-                "push before the first pull: call pull first, which gets the weights "
-                "that the gradient is computed with"
+                "push without a pull before it: call pull first, which gets the "
+                "weights that the gradient is computed with"
             )
+        self.has_weights = False
         envelope = torch.tensor([kind, count, self.form])
         self._wait(self.envelopes.send(envelope, self.server))
 

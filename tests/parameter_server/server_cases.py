@@ -18,6 +18,7 @@ from ddp_course.parameter_server import (
     SYNCHRONOUS,
     Book,
     Record,
+    RowServer,
     RowWorker,
     Rule,
     Server,
@@ -140,6 +141,32 @@ def cannot_work() -> list[str]:
         said(ValueError, Worker(params).push),
         said(ValueError, RowWorker(width=2).push),
     ]
+
+
+def pushes_twice() -> list[str] | None:
+    """Return what is said of the second push after a pull, by both kinds of worker.
+
+    Rank 2 has not pushed yet: a second gradient of rank 1 would replace the first one.
+    """
+    table, rank, said_of = nn.Parameter(torch.ones(3, 2)), dist.get_rank(), []
+    optimizer, workers = OPTIMIZERS["sgd"]([table]), dist.new_group([1, 2])
+    if rank == 0:
+        for kind, params in ((Server, [table]), (RowServer, table)):
+            record = kind(params, optimizer, rule=SYNCHRONOUS).serve()
+            assert record.steps == 1
+        return None
+    for make in (lambda: Worker([table]), lambda: RowWorker(width=2)):
+        with make() as worker:
+            wanted = (torch.arange(3),) if isinstance(worker, RowWorker) else ()
+            weights = worker.pull(*wanted)
+            (table if weights is True else weights).sum().backward()
+            if rank == 1:
+                worker.push()
+                said_of.append(said(ValueError, worker.push))
+            dist.barrier(workers)
+            if rank == 2:
+                worker.push()
+    return said_of
 
 
 # ---- servers that are wrong ----------------------------------------------------------
