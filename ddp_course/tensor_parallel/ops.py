@@ -124,8 +124,6 @@ def copy_all_to_group(tensors: Sequence[Tensor], group: Group = None) -> list[Te
 
     The all-reduce begins when the gradients of all of them are complete.
     """
-    if not tensors:
-        return []
     joined = copy_to_group(torch.cat([t.flatten() for t in tensors]), group)
     parts = joined.split([t.numel() for t in tensors])
     return [part.view_as(t).to(t.dtype) for part, t in zip(parts, tensors, strict=True)]
@@ -160,7 +158,8 @@ def summed_together(model: nn.Module, group: Group = None) -> Iterator[None]:
     layers = [m for m in model.modules() if isinstance(m, OwnTokensLayer)]
     layers = [m for m in layers if all(map(torch.is_tensor, m.whole_parameters()))]
     wholes = [layer.whole_parameters() for layer in layers]
-    copies = iter(copy_all_to_group([p for whole in wholes for p in whole], group))
+    all_of_them = [p for whole in wholes for p in whole]
+    copies = iter(copy_all_to_group(all_of_them, group) if all_of_them else ())
     for layer, whole in zip(layers, wholes, strict=True):
         layer.copies = [next(copies) for _ in whole]
     try:
