@@ -25,6 +25,7 @@ from ddp_course.mesh import Mesh, make_groups
 from ddp_course.model import GPT
 from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import TensorParallelGPT, ops, tensor_parallel
+from ddp_course.tensor_parallel.fused import FusedRowParallelLinear
 from ddp_course.zero import FullyShardedDataParallel
 
 Gradients = dict[str, Tensor]
@@ -222,3 +223,55 @@ def test_inside_of_a_pipeline_and_of_stage_3():
             assert sent == MICROBATCHES * mine, schedule
         for case in SHARDED:
             assert not far(results[case], both), case
+
+
+# ---- types, and a forward that fails -------------------------------------------------
+
+
+def types_of_copies() -> list[tuple]:
+    """Sum the gradients of tensors of two types; return types and gradients."""
+    wide = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    narrow = torch.ones(2, requires_grad=True)
+    copies = ops.copy_all_to_group([wide, narrow])
+    sum(copy.sum() for copy in copies).backward()
+    return [
+        (copy.dtype, t.grad) for copy, t in zip(copies, (wide, narrow), strict=True)
+    ]
+
+
+def type_under_autocast() -> torch.dtype:
+    full = nn.Linear(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer = FusedRowParallelLinear(full, sequence_parallel=True)
+        own = 4 // dist.get_world_size()
+        return layer(torch.ones(1, dist.get_world_size(), own)).dtype
+
+
+def left_by_a_failed_forward() -> list[object]:
+    """Return the copies that layers still have after a forward that has failed."""
+    gpt = tensor_parallel(model(), sequence_parallel=True)
+
+    def fail(x: Tensor) -> Tensor:
+        raise ArithmeticError("planted")
+
+    gpt.blocks[1].forward = fail
+    with pytest.raises(ArithmeticError, match="planted"):
+        gpt(*batch(0))
+    layers = [m for m in gpt.modules() if isinstance(m, ops.OwnTokensLayer)]
+    assert len(layers) == 4 * CONFIG.n_layer + 1
+    return [layer.copies for layer in layers if layer.copies]
+
+
+def small_facts() -> tuple:
+    return types_of_copies(), type_under_autocast(), left_by_a_failed_forward()
+
+
+def test_copies_keep_their_types_and_no_forward_leaves_any():
+    for copies, autocast, left in spawn(small_facts, world_size=2, output="none"):
+        (wide, of_wide), (narrow, of_narrow) = copies
+        assert (wide, narrow) == (torch.float64, torch.float32)
+        assert of_wide.dtype == torch.float64 and of_narrow.dtype == torch.float32
+        assert torch.equal(of_wide, torch.full((2, 3), 2.0, dtype=torch.float64))
+        assert torch.equal(of_narrow, torch.full((2,), 2.0))
+        assert autocast == torch.bfloat16
+        assert left == []
