@@ -486,9 +486,12 @@ def layout_for(world_size: int, **options: Any) -> Layout:
     layout = Layout(**options)
     if free and world_size % (others := layout.ranks // layout.dp):
         layout.check()
+        axes = {
+            a: n for a, n in layout.sizes.items() if n > 1 and a not in ("dp", "ep")
+        }
         raise SpecError(
             f"the number of ranks is {world_size}; it must be a multiple of {others}, "
-            "the product of pp, cp and tp"
+            f"for {Mesh(axes)}"
         )
     layout.check(world_size)
     return layout

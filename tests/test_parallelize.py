@@ -78,9 +78,15 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
     (choose(4, dp=2), "a mesh dp 2 needs 2 ranks"),
     (choose(3, dp=2, tp=2), "a mesh dp 2 x tp 2 needs 4"),
     (choose(1, tp=2), "the number of ranks is 1; it must be a multiple of 2"),
-    (choose(3, tp=2, zero=2), "is 3; it must be a multiple of 2, the product of"),
+    (choose(3, tp=2, zero=2), "is 3; it must be a multiple of 2, for tp 2$"),
+    (choose(6, tp=2, pp=2), "is 6; it must be a multiple of 4, for pp 2 x tp 2$"),
     (choose(4, local_steps=8, zero=1), "local_steps is 8 and zero is 1; ranks"),
     (choose(4, local_steps=8, tp=2), "local_steps is 8 and tp is 2; ranks"),
+    (choose(4, local_steps=8, tp=2, zero=1), "local_steps is 8 and tp is 2; ranks"),
+    (
+        choose(4, local_steps=8, compress="fp16"),
+        "local_steps is 8 and compress is 'fp16'; ranks",
+    ),
     (
         choose(4, local_steps=8, data_parallel="flat"),
         "local_steps is 8 and data_parallel is 'flat'; ranks",

@@ -87,11 +87,12 @@ def check_arguments(name: str, module: nn.Module, **outer: Any) -> None:
                 f"{option} is no argument of {name}; those of its outer optimizer are "
                 "lr, momentum and nesterov"
             )
-    check_positive("lr", outer.get("lr", 0.7))
-    momentum = outer.get("momentum", 0.9)
-    check_not_negative("momentum", momentum)
-    if momentum >= 1:
-        raise ValueError(f"momentum is {momentum!r}; it must be below 1")
+    if "lr" in outer:
+        check_positive("lr", outer["lr"])
+    if "momentum" in outer:
+        check_not_negative("momentum", momentum := outer["momentum"])
+        if momentum >= 1:
+            raise ValueError(f"momentum is {momentum!r}; it must be below 1")
 
 
 # ---- parts ---------------------------------------------------------------------------

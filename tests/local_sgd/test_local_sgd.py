@@ -143,6 +143,7 @@ test_arguments_that_cannot_be_are_refused = refused(
         "outer_lr is no argument of DiLoCo; .* lr",
     ),
     (lambda: constructed(DiLoCo, momentum=1.5), "momentum is 1.5; it must be below 1"),
+    (lambda: constructed(DiLoCo, momentum=1), "momentum is 1; it must be below 1"),
     (lambda: constructed(DiLoCo, momentum=-1), "momentum is -1; it must be a finite"),
     (lambda: constructed(DiLoCo, lr="0.7"), "lr is '0.7'; it must be a finite number"),
 )
