@@ -128,7 +128,7 @@ def layouts() -> list[Candidate]:
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield time and memory of each layout, the median ratio, and how ranking went."""
+    """Yield each layout's time and memory, the median ratio, and their ranking."""
     chosen = layouts()[::4] if quick else layouts()
     turns = 1 if quick else 3
     run = partial(spawn, nnodes=2, nproc_per_node=4, links=LINKS, output="none")

@@ -68,7 +68,7 @@ class OneBatch(nn.Module):
         self.batch: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
-        """Run the module on rank 0's first x and y, repeated: (`times` * B, T)."""
+        """Run the module on rank 0's first batch, repeated: (`times` * B, T)."""
         if self.batch is None:
             self.batch = x.repeat(self.times, 1), y.repeat(self.times, 1)
             for tokens in self.batch:

@@ -142,7 +142,7 @@ BELIEFS: dict[str, dict[Guess, str]] = {
         1: "Layer 0's gradient is sent between backward and forward, in any order.",
         3: "Backward hides all sends but one already; there is nothing left to hide.",
     },
-    # chapter 16: 2 - 1/N nearly; all keys go to all ranks either way
+    # chapter 16: nearly 2 - 1/N; ring and gather bring all keys to all ranks
     "The busiest of four ranks, over the mean": {
         1: "Equal parts are not equal work: position i looks at i + 1 positions.",
     },

@@ -97,11 +97,12 @@ def judge_training(rows: Rows) -> None:
             f"{where} got another gradient than one process with the whole batch.",
         )
         neighbours = (rank > 0) + (rank < p - 1)
+        to = "1 neighbour" if neighbours == 1 else f"{neighbours} neighbours"
         wanted = neighbours * m * ROWS * WIDTH * FLOAT
         expect(
             result["sent"] == wanted,
-            f"{where} sent {result['sent']} bytes; {m} microbatches to {neighbours} "
-            f"neighbours are {wanted}.",
+            f"{where} sent {result['sent']} bytes; {m} microbatches to {to} "
+            f"are {wanted}.",
         )
 
 

@@ -31,7 +31,7 @@ class PlainModel:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        """Describe a plain module, or what a divided module was before."""
+        """Describe `module`, or the plain module that was divided into it."""
         if isinstance(before := getattr(module, "plain", None), cls):
             return before
         names = {parameter: name for name, parameter in module.named_parameters()}

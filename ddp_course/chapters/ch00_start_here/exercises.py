@@ -70,7 +70,7 @@ def _batch(d: Draw) -> tuple[Tensor, int, int]:
 
 
 def _slices(my_slice: Callable, batch: Tensor, world_size: int) -> list[Any]:
-    """Return all ranks' slices, each with whether the batch was the same after it."""
+    """Return all ranks' slices, each with whether the batch was left unchanged."""
     slices, before = [], batch.clone()
     for rank in range(world_size):
         slices.append((my_slice(batch, rank, world_size), equal(batch, before)))

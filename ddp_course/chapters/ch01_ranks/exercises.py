@@ -51,7 +51,7 @@ def check_global_rank(answer: Answer) -> str:
 
 
 def _all_ranks(global_rank: Callable) -> list[Any]:
-    """Compute, on this rank, all ranks from their other variables."""
+    """Compute the numbers of all ranks on this rank, each from its variables."""
     shape = here().topology
     places = [(p.node_rank, p.local_rank) for p in shape.places()]
     return [global_rank(*place, shape.nproc_per_node) for place in places]

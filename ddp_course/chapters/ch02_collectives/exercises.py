@@ -81,7 +81,7 @@ def check_my_broadcast(answer: Answer) -> str:
             hint=hint,
         )
         for case in zip(*real, strict=True):
-            _judge_tree(f"With {n} ranks,", n, case, hint)
+            _judge_tree(f"With {n} rank{'s' * (n > 1)},", n, case, hint)
     return (
         "1, 2, 3, 4, 5 and 8 ranks have rank 0's numbers; each received them once, and "
         "after ceil(log2 N) steps all was done"
@@ -93,8 +93,9 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
     sent = [dst for facts in real for dst, _ in facts["sent"]]
     for rank in range(n):
         times, once = sent.count(rank), int(rank != 0)
-        says = f"{times} messages went to rank {rank}; expected {once}, with the whole"
-        expect(times == once, f"{where} {says} tensor.")
+        went = "1 message" if times == 1 else f"{times} messages"
+        says = f"{went} went to rank {rank}; expected {once}, with the whole tensor."
+        expect(times == once, f"{where} {says}")
     arrived, ranks = {0: 0}, [0]
     for rank in ranks:  # grows during the loop
         for k, (dst, _) in enumerate(real[rank]["sent"], start=1):

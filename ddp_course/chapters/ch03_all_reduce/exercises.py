@@ -36,7 +36,7 @@ def check_ring_transfers(answer: Answer) -> str:
     """
     for n in (2, 3, 4, 5, 8, 11, 1):
         plan = _as_plan(answer, n)
-        where, wrong = f"With {n} ranks,", mistakes(plan)
+        where, wrong = f"With {n} rank{'s' * (n > 1)},", mistakes(plan)
         expect(
             not wrong,
             f"{where} {(wrong or [''])[0]} (each rank once). Which steps add, and "
@@ -152,9 +152,9 @@ def _chunks(d: Draw) -> tuple[list[Tensor]]:
 
 # ---- hierarchical_sum --------------------------------------------------------------
 
-# Shape and type by nodes and ranks of a node. The numbers can be divided as needed (the
-# rows cannot, nor the shards of 2 x 2), and are enough for rings. With three nodes rank
-# 1 brings zeros.
+# Shape and type by nodes and ranks of a node. The number of elements is a multiple of
+# the ranks on a node (the number of rows is not, and half of 2 x 2's is odd), and large
+# enough for rings. With three nodes rank 1 brings zeros.
 CLUSTERS = {
     (2, 2): ((241, 1002), torch.int64),
     (2, 3): ((35, 1020), torch.float64),
@@ -254,7 +254,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     x = torch.ones(6 * g, dtype=torch.int64)
     with ByteMeter() as meter:
         function(x, nodes[me.node_rank], peers[me.local_rank])
-    # With more than two nodes it depends on the algorithm that `all_reduce` chooses.
+    # With more than two nodes the bytes depend on the algorithm of `all_reduce`.
     facts |= {"small": meter.report().between, "small_least": x.nbytes // g}
     facts["small_right"] = shape.nnodes != 2 or facts["small"] == facts["small_least"]
     facts["small_sums"] = bool((x == shape.world_size).all())

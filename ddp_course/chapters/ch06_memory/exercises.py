@@ -273,8 +273,8 @@ MAKERS = {
     "AdamW": partial(torch.optim.AdamW, lr=LR),
 }
 STEPPED = {
-    "freed": "{left} parameters still have a gradient when backward has returned; set "
-    "it to None as soon as it is used.",
+    "freed": "parameters still have a gradient when backward has returned, {left} in "
+    "all; set it to None as soon as it is used.",
     "trained": "after three steps {names} are not what the usual loop gives. Is every "
     "parameter stepped once in a step, with its states kept from step to step?",
     "small": "up to {peak:,} bytes of gradients were there at the same moment; "

@@ -124,7 +124,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         own = quarters(9, *x.shape).to(x.dtype)  # how all use x beside its copy
         beside = 1 * b  # one tensor is the gradient of both sides of a sum
         x_beside = x * own  # before the copies: its gradient is added to theirs
-        called: list[int] = []  # the calls whose all-reduce was used
+        called: list[int] = []  # numbers of the calls that used their all-reduce
         with sums.watched():
             copied, *more = [
                 copy(x, partial(_sum_for, k, called, sums)) for k in range(times)
@@ -312,7 +312,7 @@ LOSS = {
     "gradient_right": "has a gradient that is not (softmax - 1 at the target) / "
     "{tokens}, for its own words.",
     "untouched": "has other arguments: your function changed what it was given.",
-    "later": "has another gradient than the call before returned: return a tensor of "
+    "later": "changed the gradient that an earlier call returned: return a tensor of "
     "its own each time.",
 }
 

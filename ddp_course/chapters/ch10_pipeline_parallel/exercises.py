@@ -48,7 +48,7 @@ def check_my_gpipe(answer: Answer) -> str:
                 "backward comes before a forward; in GPipe the forwards of all "
                 "microbatches come first.",
             )
-        where = f"With {p} stages and {m} microbatches,"
+        where = f"With {p} stage{'s' * (p > 1)} and {m} microbatches,"
         simulated = orders.judge_legal(where, rows, m)
         orders.judge_bubble(where, simulated, Fraction(p - 1, m + p - 1), "GPipe's")
     orders.judge_training([answer(3, 4, rank) for rank in range(3)])
@@ -165,7 +165,7 @@ STEP = {
     "optimizer's owner calls `zero_grad`.",
     "gradients": "has {got} as a weight's gradient; one process has {right}. Does each "
     "microbatch go back through its own forward, and do all of them add up?",
-    "freed": "keeps {left} tensors that autograd has saved when the last backward is "
+    "freed": "keeps {left} that autograd has saved when the last backward is "
     "done. What keeps a graph that is not needed any more?",
     "freed_in_turn": "keeps {alive} tensors that autograd has saved, after each "
     "backward: one backward should free what one forward has kept.",
@@ -363,7 +363,11 @@ def _step_on_rank(
     result |= {"reached": reached, "added": not lost, "gradients": all(same)}
     result |= {"got": shown([None, *got][wrong + 1])}
     result |= {"right": shown([None, *right][wrong + 1])}
-    result |= {"freed": left == 0, "left": left, "alive": alive}
+    result |= {
+        "freed": left == 0,
+        "left": f"{left} tensor{'s' * (left > 1)}",
+        "alive": alive,
+    }
     return result | {"freed_in_turn": in_turn or not any(alive)}  # or recomputed
 
 

@@ -35,7 +35,7 @@ def check_my_one_f_one_b(answer: Answer) -> str:
         for rank in range(p):
             rows.append(answer(rank, p, m))
             orders.judge_row(answer.call(rank, p, m), rows[-1], rank, "FB")
-        where = f"For {p} ranks and {m} microbatches,"
+        where = f"For {p} rank{'s' * (p > 1)} and {m} microbatch{'es' * (m > 1)},"
         simulated = orders.judge_legal(where, rows, m)
         for rank, kept in enumerate(simulated.peak_activations):
             least = min(m, p - rank)
@@ -73,7 +73,7 @@ def check_place_weights(answer: Answer) -> str:
     """
     for p, m in SPLIT:
         rows = _placed(answer, p, m)
-        where = f"For {p} ranks and {m} microbatches,"
+        where = f"For {p} rank{'s' * (p > 1)} and {m} microbatches,"
         simulated = orders.judge_legal(where, rows, m)
         for rank, kept in enumerate(simulated.peak_activations):
             expect(

@@ -164,6 +164,9 @@ def wrong_memory(case: Case) -> str:
             "still reads the tensor that was sent, which the caller may change": (
                 compress(gradient + errors[rank] + last[rank])
             ),
+            "reads what was sent, which the caller has overwritten": (
+                compress(gradient + errors[rank] - last[rank])
+            ),
         }
         if not equal_values(bucket, gradient):
             return "the gradient was changed; work on a copy."

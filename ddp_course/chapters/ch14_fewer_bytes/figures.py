@@ -191,7 +191,7 @@ def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
 
 
 def _looks(names: Iterable[str], base: str) -> Iterator[dict[str, Any]]:
-    """Yield line styles: dashed if fewer numbers are sent, dotted if in fewer steps."""
+    """Yield line styles: dashed for fewer numbers sent, dotted for fewer messages."""
     dashes = {"topk": (5, 2), "powersgd": (5, 2), "local": (1, 1.5), "diloco": (1, 1.5)}
     for k, name in enumerate(names):
         own = next((d for start, d in dashes.items() if name.startswith(start)), None)

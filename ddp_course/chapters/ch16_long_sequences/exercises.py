@@ -205,11 +205,12 @@ def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
     mine, seen = q.chunk(ranks, 2)[rank], _Neighbours(parts, rank)
     own = [x.clone() for x in (mine, *parts[rank])]
     out = answer(*own, ranks, seen.attend, seen.pass_on)
-    where = f"With {ranks} ranks, rank {rank}"
+    where = f"With {ranks} rank{'s' * (ranks > 1)}, rank {rank}"
     called = f"{where} called {', '.join(seen.log) or 'nothing'}"
+    times = f"{ranks - 1} time{'s' * (ranks != 2)}"
     expect(
         len(seen.passed) == ranks - 1,
-        f"{called}. Each part has to be passed on {ranks - 1} times to be seen by all.",
+        f"{called}. Each part has to be passed on {times} to be seen by all.",
     )
     for step, passed in enumerate(seen.passed):
         source = (rank - step) % ranks
@@ -374,7 +375,8 @@ FUNCTIONS = {
 }
 
 
-SPECIAL = (  # a function, its tensors' shapes, the tensor with the wrong gradient, how
+# name, function, its tensors' shapes, the tensor with a wrong gradient, its mistake
+SPECIAL = (
     ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 0, "half of"),
     ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 1, "half of"),
     ("a vector of length 1", _of_length_one, ((2, 3),) * 3, 1, "half of"),

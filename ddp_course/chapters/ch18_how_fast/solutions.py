@@ -49,7 +49,7 @@ def my_gaps(
     """Walk over the events by their starts, and remember the latest end so far."""
     gaps, reached = [], start
     for begins, ends, _ in sorted(events):
-        begins = min(begins, end)  # behind the step there is nothing to find
+        begins = min(begins, end)  # a gap after the step does not count
         if begins > reached:
             gaps.append((reached, begins))
         reached = max(reached, ends)
