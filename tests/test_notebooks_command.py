@@ -22,6 +22,7 @@ from refusals import complaint
 
 from ddp_course.cli import main
 from ddp_course.commands import CommandError, chapters, execute
+from ddp_course.lab.source import show_source, source
 
 RAISES = {"tags": ["raises-exception"]}
 
@@ -112,6 +113,15 @@ def prints(text: str):
     return lambda nb: nb.cells[1].outputs[0].update(text=text)
 
 
+def shows(*objects, stale: str = "", **options):
+    """Append what `show_source` shows, with the line `stale` that its file lacks."""
+    text = show_source(*objects, **options).data
+    if stale:
+        text = text.replace("\n```", f"\n    {stale}\n```")
+    output = new_output("display_data", {"text/markdown": text})
+    return lambda nb: nb.cells[1].outputs.append(output)
+
+
 CURABLE = [
     ("metadata are not", lambda nb: nb.metadata.update(widgets={"state": {}})),
     ("metadata are not", lambda nb: nb.metadata.language_info.update(version="3.11.7")),
@@ -138,6 +148,7 @@ INCURABLE = [
     ("absolute path: C:\\Users", prints("C:\\Users\\ada")),
     ("absolute path: /Users/ada/c", traceback("File /Users/ada/c, line 1")),
     ("absolute path: /Users/ada/c", traceback("File \x1b[32m/Users/ada/c\x1b[39m")),
+    ("another source than ddp_course/lab/source.py", shows(source, stale="return 1")),
     ("memory address: at 0x7fb2c4d0", prints("<function f at 0x7fb2c4d0>")),
 ]
 
@@ -161,6 +172,14 @@ def test_every_flaw_is_found_and_nothing_else_and_may_have_a_remedy(
         notebook = clean_notebook()
         prints(same_everywhere)(notebook)
         assert clean_notebooks.complaints(store(notebook, path)) == []
+
+
+@pytest.mark.parametrize("docstring", [True, False])
+def test_the_source_that_its_file_has_now_is_clean(docstring, tmp_path):
+    notebook = clean_notebook()
+    shows(source, store, clean_notebooks.command, docstring=docstring)(notebook)
+    shows(source, chapters, docstring=docstring, only="find course")(notebook)
+    assert clean_notebooks.complaints(store(notebook, tmp_path / "n.ipynb")) == []
 
 
 def test_every_rule_has_a_flaw_that_it_finds():

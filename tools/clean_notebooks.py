@@ -29,6 +29,7 @@ from ddp_course.commands.execute import (
     without_colours,
 )
 from ddp_course.commands.run import for_each, run_chapter
+from ddp_course.lab.source import without_docstrings
 from ddp_course.learners_copy import PACKAGE
 
 METADATA = {
@@ -48,6 +49,9 @@ _VOLATILE = {
     "an absolute path": re.compile(rf"(?<![\w.~-]){_FOLDERS}[^\s'\"<>]+|[A-Z]:\\\w+"),
     "a memory address": re.compile(r"\bat 0x[0-9a-f]{6,}\b"),
 }
+
+# What `show_source` writes: the name of a file, then blocks of its code.
+_FILE_OR_CODE = re.compile(r"^`(\S+)`$|^(`{3,})python\n(.*?)\n\2$", re.M | re.S)
 
 
 def command(results: Namespace) -> int:
@@ -109,6 +113,7 @@ def complaints(path: Path) -> list[str]:
 
 def incurable(notebook: NotebookNode) -> Iterator[str]:
     """Yield what only its author can put right in a notebook with outputs."""
+    yield from changed_sources(notebook)
     cells = code_cells(notebook)
     if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
         yield "its cells were not run from top to bottom in a new kernel"
@@ -125,6 +130,31 @@ def incurable(notebook: NotebookNode) -> Iterator[str]:
         for what, pattern in _VOLATILE.items():
             if match := pattern.search(shown):
                 yield f"cell {number} shows {what}: {match.group()}"
+
+
+def changed_sources(notebook: NotebookNode) -> Iterator[str]:
+    """Yield what cells show of the package's source that is no longer in its file."""
+    for number, cell in enumerate(code_cells(notebook), start=1):
+        for text in (o.get("data", {}).get("text/markdown", "") for o in cell.outputs):
+            for file, shown in _sources(text):
+                now = (PACKAGE.parent / file).read_text(encoding="utf-8")
+                versions = now, without_docstrings(now)
+                if not any(_flat(shown) in _flat(version) for version in versions):
+                    yield f"cell {number} shows another source than {file} now has"
+
+
+def _sources(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the file and the code of every block that `show_source` has shown."""
+    file = None
+    for name, _, code in _FILE_OR_CODE.findall(text):
+        file = name or file
+        if code and file and (PACKAGE.parent / file).is_file():
+            yield file, code
+
+
+def _flat(code: str) -> str:
+    """Return the lines of `code` without their indentation, between newlines."""
+    return "\n".join(["", *map(str.strip, code.splitlines()), ""])
 
 
 def _metadata(notebook: NotebookNode) -> None:

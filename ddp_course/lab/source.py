@@ -78,7 +78,7 @@ def source(thing: Any, docstring: bool = True) -> str:
     except (TypeError, OSError):
         raise TypeError(f"{_name(thing)} has no Python source to show") from None
     text = textwrap.dedent(text).rstrip()
-    return text if docstring else _without_docstrings(text)
+    return text if docstring else without_docstrings(text)
 
 
 def _plain(thing: Any) -> Any:
@@ -114,7 +114,7 @@ def _file(thing: Any) -> str:
     return path.relative_to(path.parents[depth]).as_posix()
 
 
-def _without_docstrings(text: str) -> str:
+def without_docstrings(text: str) -> str:
     """Remove all docstrings, unless one is the whole body of a function or class."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):

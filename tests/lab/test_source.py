@@ -14,7 +14,7 @@ from ddp_course.chapters.ch01_ranks.exercises import check_global_rank
 from ddp_course.lab import Drawing, Prediction, show_diff, show_source
 from ddp_course.lab import palette as palette_module
 from ddp_course.lab.palette import darker, lighter
-from ddp_course.lab.source import COLORS, _without_docstrings
+from ddp_course.lab.source import COLORS, without_docstrings
 from ddp_course.launch import Topology, topology
 
 ROOT = Path(ddp_course.__file__).parents[1]
@@ -110,10 +110,10 @@ def test_a_function_of_a_notebook(monkeypatch):
 MODULES = sorted(ROOT.glob("ddp_course/**/*.py"))
 
 
-def test_without_docstrings_it_is_the_same_program():
+def testwithout_docstrings_it_is_the_same_program():
     for file in MODULES:
         text = file.read_text()
-        bare = _without_docstrings(text)
+        bare = without_docstrings(text)
         program, same = ast.parse(text), ast.parse(bare)
         for node in ast.walk(program):
             body = getattr(node, "body", None)
