@@ -15,8 +15,8 @@ Read the modules in this order:
     averages      loss, learning rate and seeds over all ranks
     axis          what `parallelize` calls to add data parallelism to a model
 
-`mechanisms` has what several strategies share: agreement, buckets, engine, hooks,
-parts, recovery, timeline. Chapters 04 (dp to flat) and 05.
+`mechanisms` contains the modules that several strategies share: agreement, buckets,
+engine, hooks, parts, recovery, timeline. Chapters 04 (dp to flat) and 05.
 """
 
 from ddp_course.data_parallel.averages import (

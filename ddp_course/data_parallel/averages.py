@@ -24,11 +24,11 @@ from ddp_course.launch import device as device_of_rank
 
 @dataclass(frozen=True)
 class Average:
-    """The mean over all samples of all ranks, and the mean of means beside it.
+    """The mean over all samples of all ranks and, for comparison, the mean of means.
 
     `mean` is the sum over all samples divided by `count`, the number of samples.
     `mean_of_means` averages the batches of each rank, then the ranks: a sample in a
-    small batch, or on a rank with few batches, counts more than others. The two are
+    small batch, or on a rank with few batches, counts more than others. Both means are
     equal if all batches have the same size and all ranks the same number of batches.
     """
 
@@ -66,15 +66,16 @@ class MeanOverRanks:
 
     def reset(self) -> None:
         """Drop all batches."""
-        # sum over samples, samples, sum of the batches' means, batches
+        # sum over samples, number of samples, sum of batch means, number of batches
         self.sums = torch.zeros(4, dtype=torch.float64, device=self.device)
 
     @torch.no_grad()
     def update(self, value: Tensor | float, n: int) -> None:
         """Add a batch: the mean `value`, one number, of `n` samples.
 
-        For a mean over tokens or pixels, `n` is their number. A batch without samples
-        has no mean: its `value` is not looked at. Raises ValueError for anything else.
+        For a mean over tokens or pixels, `n` is their number. If `n` is 0, `value` is
+        ignored: no samples have no mean. Raises ValueError unless `n` is an integer of
+        0 or more and `value` is one number.
         """
         if not isinstance(n, Integral) or n < 0:
             raise ValueError(f"n is {n!r}; it must be the number of samples, 0 or more")
@@ -93,12 +94,13 @@ class MeanOverRanks:
 
     @torch.no_grad()
     def compute(self) -> Average:
-        """Return the mean over all ranks: one all-reduce, which all must call.
+        """Return the mean over all ranks.
 
-        Raises ValueError, on every rank, if no rank has a sample.
+        All ranks must call it, because it runs an all-reduce. Raises ValueError, on
+        every rank, if no rank has a sample.
         """
         total, count, means, batches = self.sums
-        rank_mean = means / batches.clamp(min=1)  # a rank without batches has no mean
+        rank_mean = means / batches.clamp(min=1)  # without batches, not 0 / 0
         sums = torch.stack([total, count, rank_mean, batches.clamp(max=1)])
         total, count, rank_means, ranks = _sum_over_ranks(sums, self.group).tolist()
         if count == 0:
@@ -113,12 +115,13 @@ def loss_weight(n: int, group: dist.ProcessGroup | None = None) -> float:
     """Return the factor for this rank's mean loss, to be applied before `backward`.
 
     DDP divides the sum of the gradients by the number of ranks. That is the mean over
-    all samples only if all ranks have equally many; otherwise it is a mean of means.
+    all samples only if all ranks have as many samples; otherwise it is a mean of means.
     With the weight n * world_size / (sum of n over all ranks), each sample counts the
     same. `n` is this rank's number of samples (of tokens, for a mean over tokens), 0 or
     more. Costs one all-reduce of 8 bytes, which all ranks must call.
 
-    Raises ValueError, on every rank, if no rank has a sample. Chapter 05.
+    Raises ValueError, on every rank, if no rank has a sample or one rank's `n` is not
+    an integer of 0 or more. Chapter 05.
     """
     usable = isinstance(n, Integral) and n >= 0
     samples = torch.tensor([n if usable else inf], dtype=torch.float64)
@@ -154,10 +157,11 @@ def scaled_lr(
 
     Each of n ranks keeps its batch size, so a step sees n times as many samples and an
     epoch has n times fewer steps. With "linear", for SGD, one step goes as far as n
-    small ones did. Early in training the weights change too fast for such steps, so the
-    rate begins at `base_lr` and grows by equal amounts for `warmup_steps` steps (Goyal
-    et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2: linear, 5
-    epochs). It is a rule of thumb; above some batch size (8192 in that paper) it fails.
+    steps at `base_lr`. Early in training the weights change too fast for such steps, so
+    the rate begins at `base_lr` and grows by equal amounts for `warmup_steps` steps
+    (Goyal et al. 2017, "Accurate, Large Minibatch SGD", sections 2.1 and 2.2: linear, 5
+    epochs). Linear scaling is a rule of thumb; it fails above some batch size (8192 in
+    that paper).
 
     For Adam, use "sqrt", because Adam's step does not grow with the gradient (Malladi
     et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; the

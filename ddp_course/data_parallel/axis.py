@@ -34,7 +34,7 @@ WRAPPERS: MappingProxyType[str, Wrapper | None] = MappingProxyType(
 
 
 def use_threads(model: nn.Module, layout: Layout, axes: Axes | None) -> nn.Module:
-    """Wrap a model in DataParallel: its replicas are threads of this one process."""
+    """Wrap a model in DataParallel: each replica is a thread of this one process."""
     n, on_gpus = layout.threads, next(model.parameters()).is_cuda
     return DataParallel(model, range(n) if on_gpus else ["cpu"] * n)
 

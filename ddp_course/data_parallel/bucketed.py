@@ -1,4 +1,4 @@
-"""DistributedDataParallel, the idea: send buckets while backward still computes.
+"""DistributedDataParallel, step three: send buckets while backward still computes.
 
 Backward computes the gradients of the last layers first, and they can be sent before
 those of the first layers are ready. So the gradients are divided into buckets, and each
@@ -6,8 +6,9 @@ bucket is all-reduced as soon as it is full. The engine does that (`mechanisms.e
 `buckets`); this class gives the engine its buckets, and tells it which backward passes
 to average.
 
-This file does not check, record or recover anything. Parts do: objects to which this
-class and its engine announce their moments. `ddp` has a list of parts. Chapter 05.
+This file does not check, record or recover anything. Parts do that: objects with
+methods that this class and its engine call at certain moments. `ddp` has a list of
+parts. Chapter 05.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,14 +31,14 @@ class BucketedDistributedDataParallel(nn.Module):
 
     Its inputs and outputs are those of `module`. When `backward` returns, every
     parameter's `grad` is the mean over the ranks, with the same bits on all of them. A
-    rank without a gradient for a parameter counts as zero. Each rank keeps its own
+    rank without a gradient for a parameter contributes zeros. Each rank keeps its own
     buffers.
 
     Args:
-        parts: objects with methods for the moments below, and for the engine's.
-        all others: those of `ddp.DistributedDataParallel`.
+        parts: objects with methods named like the moments below or the engine's.
+        all others: as in `ddp.DistributedDataParallel`.
 
-    Beside the engine's moments, it announces:
+    Besides the engine's moments, this class announces to its parts:
 
         before_replication(model)       the ranks' modules may still differ
         after_replication(model)        they are equal, and `model.engine` exists

@@ -1,7 +1,7 @@
-"""DistributedDataParallel, all of it: PyTorch's name, arguments and behaviour.
+"""The full DistributedDataParallel, with PyTorch's name, arguments and behaviour.
 
-`bucketed` has the idea. The rest is a list of parts, each in a file of its own, which
-know neither this class nor each other:
+`bucketed` contains the idea. The rest is a list of parts, which know neither this class
+nor each other:
 
     same_model              raises unless all ranks have the same module and arguments
     mechanisms.timeline     records each backward in the open event logs
@@ -51,7 +51,7 @@ class DDPReducer(AllReduceBuckets):
     Attributes:
         as_view: every `grad` is a view of its bucket; if False, it keeps its own
             memory, and the mean is copied there.
-        hook: launches the buckets instead of `all_reduce`, and divides the sum.
+        hook: launches the buckets in place of `all_reduce`, and averages by itself.
     """
 
     as_view = True
@@ -68,7 +68,7 @@ class DDPReducer(AllReduceBuckets):
         return super().launch(bucket)
 
     def pack(self, bucket: LiveBucket, slot: Slot) -> None:
-        """Write this rank's share of a gradient into the bucket."""
+        """Write this rank's gradient into the bucket, scaled for the mean."""
         gradient = slot.parameter.grad
         super().pack(bucket, slot)
         if not self.as_view:
@@ -98,7 +98,7 @@ class BeginAtOutputs:
     """
 
     def after_replication(self, model: Any) -> None:
-        """Prevent gradients from beginning a pass: no forward has run yet."""
+        """Let no gradient begin a pass until a forward has run."""
         model.engine.expecting = False
 
     before_forward = after_replication
@@ -122,9 +122,9 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
     call `optimizer.step()` directly. A backward pass is averaged if it goes through an
     output of a forward that ran outside of `no_sync`; one forward may have several such
     passes. The first backward after such a forward is averaged even if it goes through
-    none of its outputs. A backward through the wrapped module's own forward
-    (`ddp.module(x)`) does not count as such, as in PyTorch.
-    Keep this object as long as you train: its hooks go with it (as PyTorch's do).
+    none of its outputs. Calling the wrapped module itself (`ddp.module(x)`) is no such
+    forward, as in PyTorch. Keep this object as long as you train: when it is deleted,
+    its hooks are removed, as in PyTorch.
 
     All ranks must construct it together. Their modules must have the same names, shapes
     and types; all get rank 0's numbers. As in PyTorch, the keys of `state_dict` begin
@@ -141,8 +141,10 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
             `no_sync` or without gradients.
             (torch 2.13 renames it forward_sync_buffers.)
         gradient_as_bucket_view: make gradients views of the buckets; if False, which is
-            PyTorch's default, they are copied back, which takes as much memory again.
-        all_reduce: one of this course (`ring_all_reduce`); None means PyTorch's.
+            PyTorch's default, gradients have their own memory, as large as the buckets,
+            and the means are copied there.
+        all_reduce: an all-reduce of this course, such as `ring_all_reduce`; None means
+            PyTorch's.
         first_bucket_mb: the same as `bucket_cap_mb` for the first bucket.
         device_ids, output_device: the module's own GPU, as scripts pass it (inputs are
             not moved there); any other device is refused.
@@ -229,8 +231,9 @@ class DistributedDataParallel(BucketedDistributedDataParallel):
         """Use `hook(state, bucket)` to send the buckets, in place of `all_reduce`.
 
         The hook returns a future of the mean (`mechanisms.comm_hook`). All ranks must
-        register the same one, once, before the first backward. Raises RuntimeError,
-        TypeError. Chapter 14.
+        register the same hook, once, before the first backward. Raises RuntimeError if
+        a hook or a gradient exists already, and TypeError if `hook` is not callable.
+        Chapter 14.
         """
         if self.engine.reducer.hook is not None:
             raise RuntimeError(

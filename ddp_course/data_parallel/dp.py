@@ -13,7 +13,7 @@ are summed, not averaged: the loss of the gathered output is one number for the 
 batch, and each replica's gradient is its part of that number's gradient.
 
 PyTorch's class does this on GPUs only; without GPUs it just calls the module. Ours runs
-CPU replicas, too, so that they can be studied. It is slower than DDP because:
+CPU replicas, too, so that they can be studied. DataParallel is slower than DDP because:
 
 - All threads share one Python interpreter and its lock (chapter 04 measures that).
 - Parameters, inputs, outputs and gradients all pass through replica 0 (`moves` counts
@@ -45,19 +45,20 @@ Copies = dict[Tensor, Tensor]  # parameter or buffer -> the replica's tensor for
 
 
 class DataParallel(nn.Module):
-    """A wrapper that runs a replica of `module` on each device, one thread each.
+    """A wrapper that runs a replica of `module` on each device, each in its own thread.
 
-    Its inputs and outputs are those of `module`. Tensors in the inputs, also inside of
-    lists, tuples and dicts, are cut by rows; all replicas get the same object for
-    anything else. Tensors in the outputs are joined on devices[0]; scalar tensors
-    become a vector, one number for each replica (its mean is a mean of means if the
-    parts are unequal). A batch may have fewer rows than there are devices. Backward
-    adds the gradients of all replicas up in `module`.
+    Its inputs and outputs are those of `module`. Tensors in the inputs, also inside
+    lists, tuples and dicts, are cut by rows; any other object goes to all replicas.
+    Tensors in the outputs are joined on devices[0]; scalar tensors become a vector, one
+    number for each replica (its mean is a mean of means if the parts are unequal). A
+    batch may have fewer rows than there are devices. Backward adds up the gradients of
+    all replicas in `module`.
 
-    Replica 0 works with the parameters and buffers of `module` itself; changes that the
-    other replicas make to theirs are lost. So BatchNorm's running statistics are those
-    of the first part. All CPU replicas draw from one random generator, in an order that
-    the threads' timing decides: with dropout, no two runs are equal.
+    Replica 0 works with the parameters and buffers of `module` itself; the other
+    replicas work with copies, and changes to these are lost. So BatchNorm's running
+    statistics are those of the first part. All CPU replicas draw from one random
+    generator, in an order that the threads' timing decides: with dropout, no two runs
+    are equal.
 
     Args:
         module: has its parameters and buffers on devices[0].
@@ -101,7 +102,7 @@ class DataParallel(nn.Module):
 
 
 def copy_states(module: nn.Module, devices: Sequence[Device]) -> list[Copies]:
-    """Return, for each replica, its tensors for the module's parameters and buffers.
+    """Return, for each replica, its own tensor for each parameter and buffer.
 
     Replica 0 shares the module's memory, the others have copies. To autograd a copy is
     a result computed from the parameter, so its gradient flows back to the parameter. A
@@ -141,7 +142,8 @@ def parallel_apply(
 ) -> list[Any]:
     """Call each replica in a thread of its own; return the replicas' outputs in order.
 
-    Waits for all threads. If replicas raised, raises RuntimeError from the first error.
+    Waits for all threads. If replicas raised, raises RuntimeError with the error of the
+    first such replica.
     """
     outputs: list[Any] = [None] * len(replicas)
     errors: dict[int, BaseException] = {}
@@ -171,7 +173,7 @@ def parallel_apply(
 
 
 def modes_of_this_thread(device: Device) -> Callable[[], AbstractContextManager]:
-    """Return a context manager that sets this thread's present modes in another thread.
+    """Return a function; `with` its result, another thread has this thread's modes.
 
     `torch.no_grad`, `torch.autocast` and the current stream belong to one thread: a new
     thread starts without them.
@@ -232,7 +234,7 @@ def usable_devices(devices: Sequence[int | str | Device] | None) -> list[Device]
 
 
 def check_replicable(module: nn.Module, device: Device) -> None:
-    """Raise ValueError unless all of the module's tensors are on `device`."""
+    """Raise ValueError unless all of the module's tensors have a shape, on `device`."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, UninitializedTensorMixin):
             raise ValueError(

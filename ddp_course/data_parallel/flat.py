@@ -12,11 +12,12 @@ from ddp_course.data_parallel.naive import NaiveDistributedDataParallel
 class FlatDistributedDataParallel(NaiveDistributedDataParallel):
     """A DDP with one all-reduce for each dtype instead of one for each parameter.
 
-    It pays the latency once, and copies every gradient twice for it. Chapter 04.
+    It pays the latency once for each dtype, but copies every gradient twice: into the
+    message, and back. Chapter 04.
     """
 
     def average(self, gradients: list[Tensor]) -> None:
-        """Replace the gradients with their means, all of one dtype in one message."""
+        """Replace the gradients with their means; send one message for each dtype."""
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             members = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in members])

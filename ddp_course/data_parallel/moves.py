@@ -26,8 +26,8 @@ class Move:
 class Moves(list[Move]):
     """All moves since the beginning or the last `clear()`, in order.
 
-    The batch is assumed to be with replica 0, so replica 0 is one end of every move,
-    and `moved` adds up the bytes that pass through it.
+    The batch is assumed to be on replica 0's device, so replica 0 is one end of every
+    move, and `moved` adds up the bytes that pass through it.
     """
 
     def moved(self) -> dict[str, int]:
@@ -46,8 +46,9 @@ class Moves(list[Move]):
     ) -> list[Any]:
         """Record a forward; `copies[k]` has the tensors of replica k.
 
-        Returns views of the outputs, which the caller must gather: a view's gradient
-        is the one that travels, without gradients from uses inside the replica.
+        Returns views of the outputs, and the caller must gather these views: only the
+        gradient of a view travels back to the replica. The output itself may have
+        further gradients, from uses inside the replica.
         """
         outputs = tree_map(_alias, list(outputs))
         for k in range(1, len(calls)):

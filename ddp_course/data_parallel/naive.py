@@ -23,8 +23,8 @@ class NaiveDistributedDataParallel(nn.Module):
     """A wrapper that averages the gradients of `module` after each backward.
 
     Its inputs and outputs are those of `module`. No call is needed between backward and
-    `optimizer.step()`. A rank without a gradient for a parameter counts as zero. Each
-    rank keeps its own buffers, such as BatchNorm's means.
+    `optimizer.step()`. A rank without a gradient for a parameter contributes zeros.
+    Each rank keeps its own buffers, such as BatchNorm's means.
 
     Args:
         module: has the same shapes on all ranks; all ranks get the first rank's values.

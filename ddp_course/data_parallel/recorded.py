@@ -64,7 +64,8 @@ def record_pytorch(ddp: PyTorchDDP) -> None:
     """Record the events of PyTorch's DDP.
 
     This uses up the one communication hook that a DDP can have. The hook does what DDP
-    does without a hook: launch an all-reduce and divide by the ranks. Chapter 05.
+    does without a hook: divide by the number of ranks, and launch an all-reduce.
+    Chapter 05.
     """
     recorder = Recorder(ddp)
 

@@ -2,8 +2,8 @@
 
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. At construction the ranks compare their modules (names, shapes, types, which
-parameters are trained): otherwise all-reduce would add unrelated gradients, or hang.
-Chapter 04.
+parameters are trained). If the modules differed, all-reduce would add unrelated
+gradients, or hang. Chapter 04.
 """
 
 import functools
@@ -18,7 +18,7 @@ from ddp_course.mechanisms.buckets import bucket_plan
 
 
 class SameModel:
-    """A part that compares module and arguments over the ranks before replication.
+    """A part that compares the ranks' modules and arguments before replication.
 
     Args:
         options: arguments that must be the same on all ranks.

@@ -5,10 +5,10 @@ Ranks work on different samples only because each has a sampler with a different
 No message is needed: all ranks compute the same plan, and each takes its own share.
 
     epoch_order    0, 1, 2, ..., or shuffled with seed + epoch; equal on all ranks
-    filled, cut    repeat samples, or leave some out, so that all ranks get as many
+    filled, cut    repeat samples, or leave some out, so that all ranks get equally many
     shares         deal the samples like cards: rank r gets places r, r + n, r + 2n, ...
 
-PyTorch: torch/utils/data/distributed.py; the indices are the same, one by one.
+PyTorch: torch/utils/data/distributed.py, which yields exactly the same indices.
 Explained in chapter 05.
 """
 
@@ -123,7 +123,7 @@ class DistributedSampler(Sampler[int]):
 
     Without a process group, pass num_replicas and rank. Raises ValueError for an
     argument out of its range, TypeError for a dataset without a length, and
-    RuntimeError if the dataset's length has changed since. Chapter 05.
+    RuntimeError, when iterated, if the dataset's length has changed. Chapter 05.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ def part_sizes(rows: int, replicas: int) -> list[int]:
 def scatter(inputs: Any, devices: Sequence[torch.device]) -> list[Any]:
     """Return, for each replica that gets any rows, its part of `inputs` on its device.
 
-    Tensors are cut by rows, and all must have the same number of rows; all replicas get
-    the same object for anything else. Inputs without a tensor are one part. Raises
-    ValueError, with the shapes, if the tensors have different numbers of rows.
+    Tensors are cut by rows, and all must have the same number of rows; any other object
+    goes to all replicas. Inputs without a tensor are one part. Raises ValueError, with
+    the shapes, if the tensors have different numbers of rows.
     """
     leaves, structure = tree_flatten(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -28,7 +28,7 @@ ADVICE = (
     "All parameters must take part in the loss. If they need not, pass "
     "find_unused_parameters=True."
 )
-SHOWN = 10  # parameters that a message names; it counts the others
+SHOWN = 10  # the most parameters that a message names; it counts the rest
 
 
 class UnusedParametersError(RuntimeError):
@@ -46,8 +46,9 @@ class UnusedParameters:
 
     def __init__(self, show: Callable[[Sequence[bool]], list[str]], find: bool) -> None:
         self.show, self.find = show, find
-        self.notes: list[str] = []  # flags of all ranks after the last pass
-        self.owed: list[str] | None = None  # without a gradient since the last forward
+        self.notes: list[str] = []  # each rank's flags after the last pass
+        # names of parameters without a gradient since the last forward
+        self.owed: list[str] | None = None
         self._reached: set[int] = set()  # ids of parameters that the outputs depend on
         self._passed = True  # whether a pass has ended since `_reached` was filled
 
@@ -63,7 +64,7 @@ class UnusedParameters:
             )
 
     def after_forward(self, model: Any, output: Any) -> None:
-        """Add the parameters that a backward from this output can reach."""
+        """Record the parameters that a backward from this output can reach."""
         if self.find and torch.is_grad_enabled():
             if self._passed:
                 self._reached, self._passed = set(), False
@@ -86,8 +87,8 @@ class UnusedParameters:
     def after_backward(self, engine: Engine) -> None:
         """Raise UnusedParametersError if ranks had gradients for different parameters.
 
-        Parameters for which no rank had one are recorded in `owed`: another pass may
-        reach them.
+        Parameters for which no rank had a gradient are recorded in `owed`: another pass
+        may reach them.
         """
         if self.find:
             return

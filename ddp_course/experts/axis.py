@@ -1,14 +1,15 @@
 """The ep axis of a layout: ranks of dp share the experts of their mixtures.
 
 All other parameters are on all ranks of dp. Ranks along ep have different experts;
-those along edp (and cp) have the same. So two kinds of gradients are averaged:
+ranks along edp (and cp) have the same. With W ranks along dp and cp, R of them along
+ep, there are two kinds of gradients; both are divided by W:
 
-    parameter    gradient on a rank                    all-reduced over, divided by W
-    expert       of the tokens of R ranks, summed      the W/R ranks that have it
-    any other    of this rank's tokens                 all W ranks
+    parameter    gradient on a rank                    all-reduced over
+    expert       summed over the tokens of R ranks     the W/R ranks with this expert
+    any other    from this rank's own tokens           all W ranks
 
-The all-to-all of backward has added up R ranks' gradients of an expert already; to
-divide by W/R instead would make them R times too large. Chapter 17.
+An expert's gradient is a sum over R ranks already, because an expert computes tokens of
+R ranks; dividing it by W/R instead would make it R times too large. Chapter 17.
 """
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ddp_course.strategy import Strategy
 
 
 class ExpertParallel(DividedModule, nn.Module):
-    """A model of which each rank has some experts; call it like the plain model."""
+    """A model with some of the experts on each rank; call it like the plain model."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class ExpertParallel(DividedModule, nn.Module):
     def forward(
         self, idx: Tensor, targets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return what the model returns."""
+        """Return the model's logits, and its loss if there are targets."""
         return self.module(idx, targets)
 
 
@@ -41,9 +42,9 @@ def expert_parallel(
 ) -> nn.Module:
     """Keep this rank's share of the experts of each mixture; return the model.
 
-    All ranks call it together, with equal models; other axes may have divided them
-    before. Afterwards `DistributedDataParallel`, or an optimizer of ZeRO stage 1 or 2,
-    averages the gradients over all ranks of data parallelism.
+    All ranks call it together, with equal models; other axes may have divided the
+    models before. Afterwards `DistributedDataParallel`, or an optimizer of ZeRO stage 1
+    or 2, averages the gradients over all ranks of data parallelism.
 
     Args:
         model: a model with `Mixture`s, such as `build_mixture_gpt` returns.
@@ -56,14 +57,14 @@ def expert_parallel(
     ranks = dist.get_world_size(group)
     for mixture in mixtures:
         if mixture.group is not None:
-            raise ValueError("the experts are divided already; call this once")
+            raise ValueError("the experts are divided already; divide them only once")
         if text := mixture.config.indivisible(("experts",), ranks):
             raise ValueError(text)
     if not isinstance(model, DividedModule):
         if not mixtures:
             raise ValueError(
                 f"the model is a {type(model).__name__} without experts; "
-                "build_mixture_gpt makes one that has them, or leave ep out"
+                "build_mixture_gpt returns one with experts; or leave ep out"
             )
         model = ExpertParallel(model)
     names = {p: name for name, p in model.named_parameters()}

@@ -49,7 +49,7 @@ def auxiliary_loss(scores: Tensor, chosen: Tensor) -> Tensor:
     """Return E sum_e f_e P_e, a scalar: 1 if shares and probabilities are uniform.
 
     `scores` is (N, E), `chosen` (N, k). Only P has a gradient. The value 1 is not the
-    minimum: it is below 1 where shares and probabilities disagree.
+    minimum: the loss is below 1 if experts with large shares have small probabilities.
     """
     num_experts = scores.shape[-1]
     share = loads(chosen, num_experts) / chosen.numel()
@@ -57,6 +57,9 @@ def auxiliary_loss(scores: Tensor, chosen: Tensor) -> Tensor:
 
 
 def moved_bias(bias: Tensor, load: Tensor, rate: float = 1e-3) -> Tensor:
-    """Return the experts' next bias: less above the mean load, more below it."""
+    """Return the next bias, (E,): lower for busy experts, higher for idle ones.
+
+    `load` is (E,); an expert is busy if its load is above the mean of all experts.
+    """
     load = load.to(bias.dtype)
     return bias - rate * torch.sign(load - load.mean())

@@ -5,17 +5,17 @@ The rows that it sends are sorted by expert, so the rows for one rank are contig
 
     count      how many rows each rank has for each expert: E integers
     dispatch   all-to-all of the rows, as many as each pair of ranks has counted
-    compute    each rank its own experts, on the rows of all ranks, which have arrived
-               by rank, then by expert: R blocks for each expert
+    compute    each rank runs its own experts on the rows of all ranks; these arrive
+               sorted by rank, then by expert: R blocks for each expert
     combine    all-to-all back, and each token's weighted sum
 
-Experts compute these blocks where they are. A kernel that wants one block for each
-expert would have to sort what arrives, and the outputs back: two more copies of all
-rows.
+Experts compute the blocks in this order. A kernel that needs one block for each expert
+would have to sort the rows that arrive, and sort the outputs back: two more copies of
+all rows.
 
-Nothing is dropped, however unequal the loads are. A rank that sends m rows to others
-and receives n sends m C numbers to dispatch and n C to combine; backward sends the
-same again: n C to combine, m C to dispatch. Lepikhin et al. 2020, "GShard",
+No token is dropped, however unequal the loads are. A rank that sends m rows to others
+and receives n sends m C numbers in dispatch and n C in combine. Backward sends as many:
+m C through combine, then n C through dispatch. Lepikhin et al. 2020, "GShard",
 arXiv:2006.16668. Chapter 17.
 """
 
@@ -35,9 +35,9 @@ Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Group], Tensor]
 def all_to_all_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group = None
 ) -> Tensor:
-    """Send `sent[r]` rows to each rank r, and return the `received[r]` rows of each.
+    """Send `sent[r]` rows to each rank r; return the rows, `received[r]` from each r.
 
-    The rows for rank 0 come first, then those for rank 1; so do the rows that arrive.
+    The rows that are sent, and those that are returned, are in rank order.
     """
     arrived = rows.new_empty((sum(received), *rows.shape[1:]))
     splits = list(received), list(sent)
@@ -46,9 +46,9 @@ def all_to_all_rows(
 
 
 class AllToAllRows(Function):
-    """`all_to_all_rows`; in backward the gradients of the rows go the way back.
+    """`all_to_all_rows`; in backward the gradients of the rows are sent back.
 
-    PyTorch's own `all_to_all_single` cuts the graph here, without an error.
+    PyTorch's own `all_to_all_single` would cut autograd's graph here, without an error.
     """
 
     @staticmethod
@@ -71,9 +71,9 @@ class AllToAllRows(Function):
 
 
 class TokenDispatcher:
-    """The way of one batch of tokens to the ranks of their experts, and back.
+    """A dispatcher of one batch of tokens to the ranks of their experts, and back.
 
-    All ranks of the group make one together, as it exchanges counts.
+    All ranks of the group must construct it together: it exchanges counts.
 
     Args:
         chosen: (N, k) int64, the experts of each of this rank's tokens; other ranks may
@@ -85,8 +85,8 @@ class TokenDispatcher:
 
     Attributes:
         sent, received: how many rows this rank sends to, and receives from, each rank.
-        counts: how many rows each block has: those of rank 0 for each of this rank's
-            E/R experts, then those of rank 1, and so on.
+        counts: how many rows each block has: the blocks of rank 0 for each of this
+            rank's E/R experts, then the blocks of rank 1, and so on.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TokenDispatcher:
         self.segments = Segments(chosen, num_experts, kept)
         ones = [1] * dist.get_world_size(group)
         to_each = self.segments.counts.view(len(ones), -1)  # (R, E/R)
-        from_each = exchange(to_each, ones, ones, group)  # rows by source and expert
+        from_each = exchange(to_each, ones, ones, group)  # rows by source rank, expert
         self.sent = to_each.sum(1).tolist()
         self.received = from_each.sum(1).tolist()
         self.counts = from_each.flatten().tolist()
@@ -115,8 +115,8 @@ class TokenDispatcher:
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, (N, C).
 
-        `rows`, (M, C), are the outputs for what `dispatch` returned; `weights` is
-        (N, k).
+        `rows`, (M, C), are the outputs for the rows that `dispatch` returned, in the
+        same order; `weights` is (N, k).
         """
         splits = self.received, self.sent
         rows = AllToAllRows.apply(rows, *splits, self.group, self.exchange)
@@ -135,9 +135,10 @@ def dispatched_mixture(
 ) -> Tensor:
     """Return the mixture of this rank's tokens, (N, C).
 
-    `compute` is called with the rows for this rank's experts and the number of rows in
-    each block, as `dispatch` and `counts` of `TokenDispatcher` have them; it returns as
-    many rows. The other arguments are those of `TokenDispatcher` and its methods.
+    `compute(rows, counts)` runs this rank's experts: `rows`, (M, C), come from
+    `TokenDispatcher.dispatch`, and `counts` is its list of the rows in each block;
+    `compute` returns (M, C). The other arguments are those of `TokenDispatcher` and its
+    methods.
     """
     dispatcher = TokenDispatcher(chosen, num_experts, group, kept, exchange)
     rows = compute(dispatcher.dispatch(x), dispatcher.counts)

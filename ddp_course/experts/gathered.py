@@ -1,12 +1,13 @@
 """Experts on several ranks, the simple way: every rank sees the tokens of all ranks.
 
-Rank r of R has E/R of the experts. All ranks gather all tokens; each computes the
+Rank r of R has E/R of the experts. All ranks gather all tokens; each rank computes the
 outputs of its own experts; each token's owner adds up the parts of its mixture.
 
     sent by each rank    forward 2 (R - 1) N C numbers, backward the same
 
-with N tokens on each rank. A rank sends each token to all other ranks, even if the
-token has chosen few experts; `dispatch` sends it only to these experts. Chapter 17.
+with N tokens of C channels on each rank. A rank sends each token to all other ranks,
+even if the token has chosen few experts; `dispatch` sends it only to these experts.
+Chapter 17.
 """
 
 from collections.abc import Callable
@@ -30,8 +31,8 @@ def gather_rows(rows: Tensor, group: Group = None) -> Tensor:
 def sum_for_owners(rows: Tensor, group: Group = None) -> Tensor:
     """Send each rank its part of the rows, and add up the parts that arrive.
 
-    (RN, ...) -> (N, ...). That is a reduce-scatter, done by an all-to-all and a sum, as
-    gloo's own reduce-scatter sends twice the bytes.
+    (RN, ...) -> (N, ...). That is a reduce-scatter, done by an all-to-all and a sum,
+    because gloo's own reduce-scatter sends twice the bytes.
     """
     arrived = torch.empty_like(rows)
     dist.all_to_all_single(arrived, rows.contiguous(), group=group)
@@ -83,7 +84,7 @@ def gathered_mixture(
         chosen: (N, k) int64, the experts of each token.
         weights: (N, k).
         expert: called with the number of one of this rank's experts, from 0 to
-            E/R - 1, and all its tokens; returns as many rows.
+            E/R - 1, and the tokens that chose it, (n, C); returns (n, C).
         num_experts: E, a multiple of the number of ranks.
         group: the ranks that share the experts; None means all.
     """

@@ -4,8 +4,8 @@
 
 It is the same GPT; only `block.mlp` is another module. The parameters of a block's
 experts are stacked, expert by expert along the first dimension, so that a rank's share
-of the experts is a slice. What a layer drops, and its auxiliary loss, depend on the
-tokens of each sequence alone: then neither ranks nor microbatches change the training.
+of the experts is a slice. Dropped tokens and the auxiliary loss depend on each sequence
+alone: so dividing a batch among ranks or microbatches does not change the training.
 Chapter 17.
 """
 
@@ -27,7 +27,7 @@ from ddp_course.model import GPT, build_gpt
 
 
 class StackedExperts(nn.Module):
-    """The MLPs of some experts: rows in blocks, (M, C) -> (M, C).
+    """The MLPs of E experts, for rows in blocks: (M, C) -> (M, C).
 
     Parameters: up (E, 4C, C), up_bias (E, 4C), down (E, C, 4C) and down_bias (E, C).
     """
@@ -41,7 +41,7 @@ class StackedExperts(nn.Module):
         self.down_bias = nn.Parameter(torch.zeros(e, c))
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Compute blocks of `counts` rows; the experts take turns."""
+        """Compute block i, of `counts[i]` rows, by expert i modulo E."""
         weights = (self.up, self.up_bias, self.down, self.down_bias)
         experts = [*zip(*(w.unbind() for w in weights), strict=True)]
         experts *= len(counts) // len(experts)
@@ -56,16 +56,16 @@ class StackedExperts(nn.Module):
 class GradientScale:
     """The factor of the auxiliary losses' gradients in the next backward.
 
-    1 for a backward from the mean loss of the whole batch. A pipeline computes backward
-    from one microbatch's share of the loss after another; before each, it calls
-    `before_compute`, which sets the factor to that share, times the loss scale. If you
-    scale the loss yourself, set `model.auxiliary.factor` to the same scale.
+    It is 1 for a backward from the mean loss of the whole batch. A pipeline runs one
+    backward for each microbatch's share of the loss, and first calls `before_compute`,
+    which sets the factor to that share, times the loss scale. If you scale the loss
+    yourself, set `model.auxiliary.factor` to the same scale.
     """
 
     factor = 1.0
 
     def before_compute(self, runtime: Any, action: Any) -> None:
-        """Use the weight of the microbatch that the pipeline computes next."""
+        """Set the factor for the microbatch that the pipeline computes next."""
         self.factor = runtime.weights[action.microbatch] * runtime.loss_scale
 
     def __deepcopy__(self, memo: Any) -> "GradientScale":
@@ -73,7 +73,7 @@ class GradientScale:
 
 
 class AddAuxiliaryLoss(Function):
-    """The layer's output, unchanged; in backward its auxiliary loss has a gradient.
+    """The layer's output, unchanged; backward adds the auxiliary loss's gradient.
 
     So the loss need not travel to the end of the model, which may be on another rank.
     """
@@ -86,7 +86,7 @@ class AddAuxiliaryLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return the gradient of y, and that of a summand of the total loss."""
+        """Return y's gradient unchanged, and the scale's factor as the loss's."""
         one = torch.tensor(ctx.scale.factor, dtype=ctx.dtype, device=gradient.device)
         return gradient, one, None
 
@@ -128,13 +128,13 @@ class Mixture(nn.Module):
 
     @property
     def whole_sequences(self) -> bool:
-        """Whether a layer needs whole sequences: a part would get other results."""
+        """Whether a layer needs whole sequences: a part would give other results."""
         return self.config.capacity is not None or self.config.balance > 0
 
     def mix(
         self, rows: Tensor, chosen: Tensor, weights: Tensor, kept: Tensor | None
     ) -> Tensor:
-        """Return the mixture of (N, C) tokens, on one rank or on those of the group."""
+        """Return the mixture of (N, C) tokens, by this rank or by the group's ranks."""
         e = self.config.experts
         if self.group is not None:
             how = {"exchange": metered_all_to_all_rows, "kept": kept}

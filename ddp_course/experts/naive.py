@@ -5,8 +5,9 @@
     mixture   the weighted sum of the outputs of these experts
 
 `NaiveMixture` lets every expert compute every token, and multiplies most outputs by 0.
-`RoutedMixture` computes only what counts: it has the parameters of E MLPs, and each
-token costs the multiplications of k. Shazeer et al. 2017, arXiv:1701.06538. Chapter 17.
+`RoutedMixture` computes only the other outputs: it has the parameters of E MLPs, and
+each token costs the multiplications of k. Shazeer et al. 2017, arXiv:1701.06538.
+Chapter 17.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class NaiveMixture(nn.Module):
     """E experts, all of which compute all tokens: (N, C) -> (N, C).
 
     Args:
-        make_expert: makes an MLP, (N, C) -> (N, C).
+        make_expert: returns a new MLP, (N, C) -> (N, C).
         channels: C.
         num_experts: E.
         k: the number of experts that a token uses.
@@ -51,10 +52,10 @@ class NaiveMixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sum over all experts."""
         chosen, weights = top_k_weights(self.router(x), self.k)
-        of_each = x.new_zeros(len(x), len(self.experts))
-        of_each = of_each.scatter(1, chosen, weights)  # (N, E): k weights, and zeros
+        zeros = x.new_zeros(len(x), len(self.experts))
+        weights = zeros.scatter(1, chosen, weights)  # (N, E): k weights, and zeros
         outputs = torch.stack([expert(x) for expert in self.experts], dim=1)
-        return (of_each[..., None] * outputs).sum(1)
+        return (weights[..., None] * outputs).sum(1)
 
 
 class RoutedMixture(NaiveMixture):

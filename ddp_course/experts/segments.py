@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Segments:
-    """The choices of a batch, sorted by expert, and among one expert's by token.
+    """The choices of a batch, sorted by expert, then by token.
 
     Args:
         chosen: (N, k) int64, the experts of each token.
@@ -25,7 +25,8 @@ class Segments:
         kept: (N, k) bool, the choices that are computed; None: all.
 
     Attributes:
-        order: (M,) int64, which of the N k choices is in each of the sorted rows.
+        order: (M,) int64, for each of the M kept choices, in sorted order, its index
+            among the N k choices.
         counts: (E,) int64, the number of rows of each expert.
     """
 
@@ -41,7 +42,7 @@ class Segments:
         self.order = experts.argsort(stable=True)[:num_rows]
         self.place = self.order.argsort()  # the row of each kept choice, by token
         each = chosen.new_full((len(chosen),), self.k) if kept is None else kept.sum(1)
-        self.first = each.cumsum(0) - each  # where its choices begin in `place`
+        self.first = each.cumsum(0) - each  # each token's first index in `place`
 
     def sort(self, x: Tensor) -> Tensor:
         """Copy each token to the rows of its experts: (N, C) -> (M, C)."""
@@ -50,8 +51,8 @@ class Segments:
     def sum(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return each token's weighted sum of its rows: (M, C), (N, k) -> (N, C).
 
-        A token whose choices are all dropped gets zeros. An embedding bag is such a sum
-        of rows; it needs no memory for the weighted rows.
+        A token gets zeros if all its choices are dropped. An embedding bag is such a
+        sum of rows, without memory for the weighted rows.
         """
         weights = weights.flatten() if self.kept is None else weights[self.kept]
         how = {"mode": "sum", "per_sample_weights": weights}

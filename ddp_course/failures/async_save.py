@@ -4,9 +4,9 @@
     snapshot          copy a state; an optimizer's step does not change the copy
     BackgroundWriter  copy, let a thread write, report the thread's error
 
-Only the copy costs a step time. It takes as much memory as the state, on one rank. What
-is on the disk is older than with a save that waits: if the process is killed, the work
-since the last *finished* save is lost. PyTorch: torch/distributed/checkpoint,
+Only the copy delays training. It takes as much memory as the state that this rank
+saves. The newest file is older than with a save that waits: if the process is killed,
+the work since the last *finished* save is lost. PyTorch: torch/distributed/checkpoint,
 `async_save`. Chapter 19.
 """
 
@@ -27,8 +27,9 @@ def write_live(write: Callable[[Any], None], state: Any) -> Thread:
 def snapshot(state: Any, memory: Any = None) -> Any:
     """Return a copy of a (nested) state, with its tensors on the CPU.
 
-    `memory` is an earlier snapshot that nobody needs any more: tensors of the same
-    shape and type are copied into it, which saves allocating.
+    `memory` is an earlier snapshot that nobody needs any more: a tensor of the same
+    shape and type, at the same keys, is copied into it, which saves allocating. (Lists
+    and tuples are always allocated anew, as lists.)
     """
     if isinstance(state, Tensor):
         fits = isinstance(memory, Tensor) and (
@@ -48,9 +49,9 @@ def snapshot(state: Any, memory: Any = None) -> Any:
 class BackgroundWriter:
     """A writer of snapshots, in a thread, one after another.
 
-    A save waits until the one before is written: so there is never more than one
-    snapshot, and files appear in order. What the thread raised, the next `save` or
-    `wait` raises; call `wait` before the process ends.
+    A save waits until the previous one is written, so there is never more than one
+    snapshot, and files appear in order. If the thread raised an error, the next `save`
+    or `wait` raises it; call `wait` before the process ends.
 
     Args:
         write: called in the thread with the snapshot and `save`'s other arguments.
@@ -70,7 +71,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the last save is written; raise the error that it ended with."""
+        """Wait until the last save is written; raise its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

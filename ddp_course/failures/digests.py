@@ -1,10 +1,10 @@
 """Replicas compared by digests, to find a rank that computes wrong and does not fail.
 
-After a step of data parallelism all replicas are equal, bit by bit. Comparing them
-whole would send the model; `digest` makes 64 bits of it, which ranks gather every few
-steps. Replicas that differ show a fault of one rank after gradients were averaged. A
-wrong gradient is averaged too, so all replicas are equal and wrong: only losses show
-it. Chapter 19.
+After a step of data parallelism all replicas are equal, bit by bit. To compare them in
+full, ranks would have to send the model; `digest` reduces it to 64 bits, which ranks
+gather every few steps. If replicas differ, a rank computed wrongly after the gradients
+were averaged. A wrong gradient, however, is averaged, so all replicas are wrong and
+equal: only the loss shows such a fault. Chapter 19.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
-    """Return 64 bits of all numbers: one flipped bit surely changes them.
+    """Return a digest of 64 bits of all numbers; one flipped bit always changes it.
 
     Each number's bits, as an integer, are multiplied by an odd number for its place,
-    and added modulo 2**64. So two float32 numbers that change places are seen, too.
-    (Changes of several bits may cancel each other, by a rare chance.)
+    and added modulo 2**64. So the digest also changes if two float32 numbers change
+    places. (In rare cases changes of several bits cancel each other.)
     """
     total, first = 0, 1
     for tensor in tensors:
         flat = tensor.detach().flatten()
         bits = flat.view(BITS[flat.element_size()]).long()
         places = torch.arange(first, first + 2 * len(bits), 2, device=bits.device)
-        total += int((bits * places).sum())  # CUDA has no dot of integers
+        total += int((bits * places).sum())  # CUDA has no integer dot
         first += 2 * len(bits)
     return (total + 2**63) % 2**64 - 2**63  # as a signed integer of 64 bits
 
@@ -52,7 +52,7 @@ def suspects(digests: Sequence[int]) -> list[int] | None:
     """Return the ranks that differ from more than half of all ranks.
 
     Returns [] if all agree, and None if no digest has more than half of the ranks: then
-    nobody can tell who is right. Two ranks that differ are such a case.
+    it is unknown which ranks are right, as with two ranks that differ.
     """
     [(common, votes)] = Counter(digests).most_common(1)
     if 2 * votes <= len(digests):
@@ -63,10 +63,11 @@ def suspects(digests: Sequence[int]) -> list[int] | None:
 def first_spike(
     losses: Sequence[float], times: float = 1.5, window: int = 8
 ) -> int | None:
-    """Return the first step whose loss exceeds `times` the median of those before it.
+    """Return the first step whose loss exceeds `times` the median of earlier losses.
 
-    The median is of the last `window` losses, so that one of them cannot move it far. A
-    loss that is not a number is a spike. Returns None if there is none.
+    The median is taken over the last `window` losses, so that one of them cannot move
+    it far. A loss of nan is a spike. Returns None if no loss is a spike; raises
+    ValueError if `window` is below 1.
     """
     if window < 1:
         raise ValueError(f"window is {window}; it must be 1 or more")

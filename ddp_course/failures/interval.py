@@ -1,10 +1,10 @@
 """How many seconds to work between two checkpoints, if failures come at random.
 
-`work` are the seconds of work between two saves, `save` the seconds in which a save
-stops the work, `restart` those from a failure until work goes on, and `mean` those
-between two failures of the job, M. A failure loses all work since the last save that
-was complete. Failures are independent, at a constant rate, and may also come during a
-save or a restart. Chapter 19.
+All times are in seconds: `work` is the time of work between two saves, `save` the time
+for which a save stops the work, `restart` the time from a failure until work goes on,
+and `mean`, or M, the mean time between two failures of the job. A failure loses all
+work since the last complete save. Failures are independent, at a constant rate, and may
+also come during a save or a restart. Chapter 19.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from random import Random
 def young(save: float, mean: float) -> float:
     """Return the best seconds of work between saves, if `save` is far below `mean`.
 
-    It minimises save / work + work / (2 * mean): what saves cost, and the half interval
-    that a failure loses on average. Young, 1974.
+    The result minimises save / work + work / (2 * mean): the cost of saves, and the
+    half interval that a failure loses on average. Raises ValueError unless `save` is 0
+    or more and `mean` above 0. Young, 1974.
     """
     if not (save >= 0 and mean > 0):
         raise ValueError(
@@ -29,7 +30,7 @@ def young(save: float, mean: float) -> float:
 def daly(save: float, mean: float) -> float:
     """Return nearly the best seconds of work between saves, also for slow saves.
 
-    A series for the minimum of `expected_time`. Daly, 2006.
+    The first terms of a series for the minimum of `expected_time`. Daly, 2006.
     """
     if save >= 2 * mean:
         return mean
@@ -58,8 +59,8 @@ def simulated_time(
 ) -> float:
     """Simulate many intervals; return the seconds per second of work that was kept.
 
-    The time to the next failure is drawn anew for each interval: an exponential one
-    does not depend on how long nothing has failed.
+    The time to the next failure is drawn from `dice` anew for each interval: an
+    exponential distribution does not depend on the time since the last failure.
     """
     clock = 0.0
     for _ in range(intervals):

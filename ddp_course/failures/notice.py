@@ -2,9 +2,9 @@
 
 A scheduler sends SIGTERM and, some seconds later, SIGKILL. The signal may come in the
 middle of a step, to one rank and not to others, or to all at different moments. So the
-handler only notes it. The note travels beside the loss, which is averaged over all
-ranks after every step anyway: all ranks learn of it after the same step, without one
-more message. They save, together, and leave. Chapter 19.
+handler only notes the signal. The note is sent with the loss, which is averaged over
+all ranks after every step anyway: all ranks learn of the signal after the same step,
+without another message. Then all ranks save together, and leave. Chapter 19.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class Notice:
-    """Notes SIGTERM while it is entered, instead of ending the process.
+    """A context in which SIGTERM is noted, and does not end the process.
 
         with Notice() as notice:
             for step in range(steps):
@@ -32,10 +32,10 @@ class Notice:
 
     Attributes:
         noted: when this process got the signal (`time.monotonic`); None before.
-        agreed: whether any rank had noted it when `share` was called last.
+        agreed: whether any rank had noted the signal when `share` was called last.
 
-    Python calls handlers in the main thread only; entered in another thread, it notes
-    nothing.
+    Python can install handlers in the main thread only; in another thread, a `Notice`
+    notes nothing.
     """
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
@@ -56,7 +56,7 @@ class Notice:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        """Restore the handler; deliver a signal that came after the last `share`."""
+        """Restore the handler; resend a signal if the ranks have not agreed on it."""
         if self._before is not None:
             signal.signal(self.number, self._before)
             if self.noted is not None and not self.agreed:

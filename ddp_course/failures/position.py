@@ -1,13 +1,14 @@
 """The position in the data: samples of an epoch that all ranks together have used.
 
 A rank's own count of batches is useless on another number of ranks. But if all ranks
-deal the same order, global batch after global batch, then those used are the beginning
-of that order, and one number is the position. Any number of ranks can go on from it.
+divide the same order, global batch after global batch, the used samples are the
+beginning of that order, and their number is the position. Any number of ranks can go on
+from there.
 
     epoch_order      all samples in the order of an epoch, the same on every rank
     share_of         a rank's part of one global batch
     PositionSampler  the batch sampler of a DataLoader; its state is the position
-    SharedStream     the same rows from a source that can only be read in order
+    SharedStream     the same for a source of rows that can only be read in order
 
 Chapter 19.
 """
@@ -21,19 +22,19 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 
 def epoch_order(length: int, seed: int, epoch: int) -> list[int]:
-    """Return 0 to length - 1 in the order of this epoch, which no other epoch has."""
+    """Return 0 to length - 1, shuffled with seed + epoch; the same on every rank."""
     generator = torch.Generator().manual_seed(seed + epoch)
     return torch.randperm(length, generator=generator).tolist()
 
 
 def share_of(batch: Sequence[Any], rank: int, ranks: int) -> Sequence[Any]:
-    """Return this rank's part of a global batch; rank 0 has the first rows."""
+    """Return this rank's len(batch) // ranks rows; rank 0 has the first ones."""
     rows = len(batch) // ranks
     return batch[rank * rows : (rank + 1) * rows]
 
 
 class PositionSampler(Sampler[list[int]]):
-    """A batch sampler of this rank's part of every global batch, from a position on.
+    """A batch sampler that yields this rank's part of each unused global batch.
 
         sampler = PositionSampler(len(dataset), batch_size=64, rank=rank, ranks=ranks)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
@@ -92,32 +93,35 @@ class PositionSampler(Sampler[list[int]]):
         return {n: getattr(self, n) for n in ("length", "seed", "epoch", "used")}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Load a position, which another number of ranks may have saved."""
+        """Load a position, which another number of ranks may have saved.
+
+        Raises ValueError if its length or seed differs from this sampler's.
+        """
         for name in ("length", "seed"):
             if state[name] != (here := getattr(self, name)):
                 raise ValueError(
                     f"{name} is {state[name]} in the saved position and {here} here; "
-                    f"take the same data and the same {name}"
+                    f"use the same data and the same {name}"
                 )
         self.epoch, self.used = state["epoch"], state["used"]
-        if not self._starts():  # with a larger batch: the rest does not fill one
+        if not self._starts():  # a larger batch than before: too few are left
             self.epoch, self.used = self.epoch + 1, 0
 
 
 class SharedStream(IterableDataset):
-    """Rows of a source that must be read in order, each for one rank and one worker.
+    """A stream of this rank's rows, from a source that must be read in order.
 
     A DataLoader takes batches from its workers in turn, so worker w yields this rank's
-    part of the global batches w, w + workers, ...; the order of rows then depends on no
-    number of ranks or workers. Every worker reads the whole source. Use it with
-    `DataLoader(stream, batch_size=batch_size // ranks)`.
+    part of the global batches w, w + workers, ...; then the order of rows does not
+    depend on the number of ranks or workers. Every worker reads the whole source. Pass
+    the stream to `DataLoader(stream, batch_size=batch_size // ranks)`.
 
     Args:
-        source: the rows; iterating it again begins again.
+        source: the rows; each new iteration begins with the first row.
         batch_size: the rows of a global batch, a multiple of `ranks`.
         rank: this rank.
         ranks: the number of ranks that share a batch.
-        used: rows that are skipped, because all ranks together have used them.
+        used: the number of rows to skip, because all ranks together have used them.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class SharedStream(IterableDataset):
         self.rank, self.ranks = rank, ranks
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the rows of this rank that this worker is to load."""
+        """Yield those of this rank's rows that this DataLoader worker must load."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         rows = islice(self.source, self.used, None)

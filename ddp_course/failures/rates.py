@@ -51,11 +51,11 @@ PUBLISHED = (
     FailureCount(
         "Llama 3 405B", 16_384, 16_384 * 54 * 24, sum(LLAMA_3.values()), "2407.21783"
     ),
-    # at least 35 restarts by hand, some 70 automatic ones, in about two months
+    # at least 35 manual restarts, and about 70 automatic ones, in about two months
     FailureCount("OPT-175B", 992, 992 * 60 * 24, 105, "2205.01068, section 2.5"),
-    FailureCount("BLOOM", 384, 384 * 7 * 24, 1, "its chronicles: a GPU about weekly"),
-    # per 1,000 days of nodes with 8 GPUs, as others quote the paper; clusters of 16,000
-    # and 8,000 GPUs
+    FailureCount("BLOOM", 384, 384 * 7 * 24, 1, "its chronicles: about a GPU a week"),
+    # failures per 1,000 days of a node with 8 GPUs, as others quote the paper; the
+    # clusters have 16,000 and 8,000 GPUs
     FailureCount("Meta RSC-1", 16_000, 8000 * 24, 6.50, "2410.21680"),
     FailureCount("Meta RSC-2", 8_000, 8000 * 24, 2.34, "2410.21680"),
 )

@@ -107,6 +107,6 @@ test_what_cannot_be_is_refused = refused(
     (lambda: SharedStream([], 0), "batch_size is 0; it must be a multiple of 1"),
     (
         lambda: PositionSampler(50, 12).load_state_dict(drawn(1, 1)[1]),
-        "seed is 3 in the saved position and 0 here; take the same data and the same",
+        "seed is 3 in the saved position and 0 here; use the same data and the same",
     ),
 )
