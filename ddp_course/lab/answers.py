@@ -12,6 +12,7 @@ after, and sent bytes with `written_by`. A check of training takes two steps, wi
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from ddp_course.launch import LaunchError, RankError, spawn, stacks
 from ddp_course.launch.packing import cell_labels
@@ -36,6 +39,13 @@ MIXED_UP = (
     "A process crashes in this way if ranks call one collective with tensors of "
     "different types or sizes: print `dtype` and `shape` on every rank."
 )
+LEFT = "leaves a setting of the whole process changed:"
+# PyTorch's settings for a process: how to read them, and how to set them.
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "`torch.is_grad_enabled()`": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "`torch.get_default_dtype()`": (torch.get_default_dtype, torch.set_default_dtype),
+    "`torch.get_num_threads()`": (torch.get_num_threads, torch.set_num_threads),
+}
 
 
 class Hint(Exception):
@@ -56,7 +66,7 @@ class Answer:
                 f"`check_{name}({name})`."
             )
         self.name = name
-        self.function = function
+        self.function = Tidy(function)
 
     def __call__(self, *args: Any) -> Any:
         """Call the function within the deadline, and return its result."""
@@ -64,7 +74,7 @@ class Answer:
         try:
             with _deadline(seconds):
                 return self.function(*args)
-        except KeyboardInterrupt:  # the stop button
+        except (KeyboardInterrupt, Hint):  # the stop button, or `Tidy`'s complaint
             raise
         except _TooLong:
             what = f"{self.call(*args)} had not returned after {seconds:.3g} s."
@@ -94,6 +104,8 @@ def on_ranks(fn: Callable, *args: Any, hint: str = "", **shape: int) -> list[Any
         timeout = patient(TIMEOUT)
         return spawn(fn, *bare, timeout=timeout, output="none", device="cpu", **shape)
     except RankError as error:
+        if error.rank is not None and LEFT in error.headline:
+            raise Hint(error.headline.partition("Hint: ")[2]) from None
         if any(_is_stub(report.error or "", report.where) for report in error.reports):
             raise Untouched from None
         places = {report.rank: _at(report.where) for report in error.reports}
@@ -102,6 +114,35 @@ def on_ranks(fn: Callable, *args: Any, hint: str = "", **shape: int) -> list[Any
         raise Hint(what.strip()) from None
     except LaunchError as error:
         raise Hint(f"The ranks could not be started: {code(str(error))}.") from None
+
+
+class Tidy:
+    """The reader's function; a call raises a `Hint` if it leaves a setting changed."""
+
+    def __init__(self, function: Callable) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function; restore settings that it left changed, and complain."""
+        before = {name: read() for name, (read, _) in SETTINGS.items()}
+        try:
+            result = self.function(*args, **kwargs)
+        except BaseException:
+            _restore(before)
+            raise
+        if left := _restore(before):
+            name = getattr(self.function, "__name__", "your function")
+            raise Hint(f"{code(name)} {LEFT} {', '.join(left)}. Set it back.")
+        return result
+
+
+def _restore(before: dict[str, Any]) -> list[str]:
+    """Set all settings to what they were `before`; return names of those changed."""
+    left = [name for name, (read, _) in SETTINGS.items() if read() != before[name]]
+    for name in left:
+        SETTINGS[name][1](before[name])
+    return left
 
 
 def _advice(error: RankError, hint: str) -> str:

@@ -86,6 +86,8 @@ TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 # Added to one number, these do not survive rounding to a narrower type (for int64, not
 # even to float64). For float32 the loss is larger than the tolerance below.
 WIDE = {torch.float64: 1024 + 2**-20, torch.float32: 2048 + 2**-3, torch.int64: 2**59}
+AGAIN = 1_000_000  # added to a case's number: the same sizes, with other numbers
+CALLED_AGAIN = "called again, with other numbers of the same sizes"
 NUMBER = 8  # bytes of the widest type in which a number may be sent
 NARROW = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 TOLERANCE = {
@@ -100,15 +102,18 @@ class Draw:
     """A source of random inputs for one case, on one rank of `n`.
 
     `same` draws values that are equal on all ranks, such as a size; `own` draws
-    different ones on each rank. The same case has the same inputs in every run.
+    different ones on each rank. The same case has the same inputs in every run. From
+    number AGAIN on, a case is drawn again: `same` draws what it drew for the case
+    `number - AGAIN`, and `own` draws other numbers.
     """
 
-    def __init__(self, case: int, rank: int = 0, n: int = 1) -> None:
-        self.case, self.rank, self.n = case, rank, n
-        self.same = random.Random(f"case {case} of {n}")
-        self.own = random.Random(f"case {case} of {n}, rank {rank}")
+    def __init__(self, number: int, rank: int = 0, n: int = 1) -> None:
+        self.number, self.case = number, number % AGAIN
+        self.rank, self.n = rank, n
+        self.same = random.Random(f"case {self.case} of {n}")
+        self.own = random.Random(f"case {number} of {n}, rank {rank}")
         # No zeros in the first two cases: they would hide common mistakes.
-        self.zeros_on = None if case < 2 else self.same.choice([None, *range(n)])
+        self.zeros_on = None if self.case < 2 else self.same.choice([None, *range(n)])
 
     def tensor(
         self,
@@ -149,7 +154,8 @@ class Case:
         right: the arguments after the solution's call.
         exact: whether floating-point numbers must be equal to the last bit.
         free: names of arguments that an answer may change.
-        number: the case's number, with which a hint can draw other ranks' inputs.
+        number: the case's number, with which a hint can draw other ranks' inputs: one
+            from AGAIN on if it was drawn again.
         nothing: whether the solution returns nothing, so that any result is right.
         lists: names of arguments, lists of tensors, in which only the answer has put,
             removed or moved a tensor.
@@ -225,17 +231,23 @@ def same_as(
     """
     table = chosen(hints, (*ALWAYS, "later"))
     results: list[tuple[Any, Any]] = []
-    for number in range(cases):
+    numbers = _numbers(cases)
+    for number in numbers:
         args = draw(Draw(number))
         case, _, _ = run_both(answer, solution, args, ())
         case = replace(case, exact=exact, number=number)
         facts = {"hint": "", **case.facts()}
-        facts["later"] = _unchanged(results, case.got, number == cases - 1)
+        facts["later"] = _unchanged(results, case.got, number == numbers[-1])
         for name, hint in table.items():
             if not facts[name]:
                 words = {**facts, **case.words(facts["changed"])}
                 text = hint(case) if callable(hint) else hint.format_map(words)
                 begin = where(case) if where else answer.call(*args)
+                begin = (
+                    f"{CALLED_AGAIN.capitalize()}: {begin}"
+                    if number >= AGAIN
+                    else begin
+                )
                 expect(not text, f"{begin} {text}")
 
 
@@ -275,6 +287,16 @@ def same_on_ranks(
     return judge_ranks(table, _on_a_rank, *used, worlds=worlds, hint=hint)
 
 
+def _numbers(cases: int, most: int = 20) -> list[int]:
+    """Return the numbers of all cases; up to `most` are drawn again at once.
+
+    So a function that keeps something from call to call meets other numbers of the
+    same sizes.
+    """
+    numbers = range(cases)
+    return [n for k in numbers for n in ([k, k + AGAIN] if k < most else [k])]
+
+
 def chosen(hints: Hints | None, compared: Sequence[str]) -> dict[str, Any]:
     """Return {property: hint} in the order of judging: "fits", `hints`, the others."""
     own, rest = dict(hints or {}), {name: TABLE[name] for name in compared}
@@ -296,12 +318,15 @@ def _on_a_rank(
     """Yield, for each case, the facts of comparing answer and solution on this rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
     results: list[tuple[Any, Any]] = []
-    for number in range(cases):
+    numbers = _numbers(cases, most=4)
+    for number in numbers:
         args = draw(Draw(number, rank, n))
         case, facts, theirs = run_both(function, solution, args, watch)
         case = replace(case, free=free, number=number)
         facts |= case.facts()
-        facts["later"] = _unchanged(results, case.got, number == cases - 1)
+        facts["later"] = _unchanged(results, case.got, number == numbers[-1])
+        if number >= AGAIN:
+            facts["case"] = CALLED_AGAIN
         for name in ("sent", "called", "sent_bytes", "library", "count"):
             facts[f"wanted_{name}"] = theirs.get(name)
         facts["messages"] = facts.get("sent") == theirs.get("sent")

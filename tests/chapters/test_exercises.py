@@ -300,6 +300,44 @@ def test_the_ranks_get_the_bare_function():
     assert check_on_ranks(lambda rank: 2 * rank).status == PASSED
 
 
+def without_gradients(x):
+    torch.set_grad_enabled(False)
+    return 2 * x
+
+
+def in_float64(x):
+    torch.set_default_dtype(torch.float64)
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("wrong", "setting"),
+    [
+        (without_gradients, "torch.is_grad_enabled()"),
+        (in_float64, "torch.get_default_dtype()"),
+    ],
+)
+@pytest.mark.parametrize("check", [check_double, check_on_ranks])
+def test_a_setting_that_is_left_changed(check, wrong, setting):
+    before = torch.is_grad_enabled(), torch.get_default_dtype()
+    verdict = check(wrong)
+    assert verdict.status == NOT_YET
+    assert verdict.message == (
+        f"`{wrong.__name__}` leaves a setting of the whole process changed: "
+        f"`{setting}`. Set it back."
+    )
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == before
+
+
+def test_a_setting_that_is_changed_for_a_block_is_right():
+    @torch.no_grad()
+    def double(x):
+        with torch.device("cpu"), torch.enable_grad():
+            return 2 * x
+
+    assert check_double(double).status == PASSED
+
+
 def test_what_cannot_be_sent_to_the_ranks():
     import threading
 

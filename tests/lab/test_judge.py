@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from ddp_course.lab.answers import Answer, Hint
-from ddp_course.lab.judge import Draw, difference, equal_values, fits, same_as
+from ddp_course.lab.judge import (
+    AGAIN,
+    Draw,
+    difference,
+    equal_values,
+    fits,
+    same_as,
+    same_on_ranks,
+)
 
 
 def test_sizes_are_equal_on_all_ranks_and_numbers_are_not():
@@ -82,6 +90,45 @@ def test_a_result_that_a_later_call_changes(sizes):
     wrong = Answer("double", in_a_buffer_per_shape())
     with pytest.raises(Hint, match="kept in a buffer"):
         same_as(wrong, double, draw, hints=doubles)
+
+
+def kept_per_shape():
+    """Return `double` with a memory: it computes once for each shape."""
+    known = {}
+
+    def wrong(numbers, tensor):
+        return [2 * sum(numbers), known.setdefault(tensor.shape, 2 * tensor)]
+
+    return wrong
+
+
+def test_a_function_that_computes_only_once_for_each_shape():
+    def draw(d: Draw):  # every case has another shape
+        return [], d.tensor((d.case + 1,), torch.float64)
+
+    with pytest.raises(Hint, match="Called again, with other numbers of the same size"):
+        same_as(Answer("double", kept_per_shape()), double, draw)
+
+
+def on_ranks_draw(d: Draw):
+    return [d.n], d.tensor((d.case + 1,), torch.float64)
+
+
+def test_a_function_that_computes_only_once_for_each_shape_on_ranks():
+    wrong = Answer("double", kept_per_shape())
+    with pytest.raises(Hint, match="With 2 ranks, called again, .* rank 0 has"):
+        same_on_ranks(wrong, double, on_ranks_draw, worlds=[2], cases=2)
+    same_on_ranks(Answer("double", double), double, on_ranks_draw, worlds=[2], cases=2)
+
+
+def test_what_is_drawn_again_has_the_same_sizes_and_other_numbers():
+    for case in range(20):
+        first, again = (Draw(number, 1, 2) for number in (case, case + AGAIN))
+        one, other = first.tensor(), again.tensor()
+        assert (again.case, again.zeros_on) == (case, first.zeros_on)
+        assert one.shape == other.shape and one.dtype == other.dtype
+        assert not torch.equal(one, other) or first.zeros_on == 1
+        assert first.same.random() == again.same.random()
 
 
 def test_the_solution_and_other_styles_pass():

@@ -45,7 +45,7 @@ def _blocks(d: Draw) -> tuple[Tensor, ...]:
     large = d.case % 2
     dtype = torch.float64 if large else d.same.choice([torch.float32, torch.float64])
     shape = d.same.choice([(1,), (5,), (2, 3), (2, 3, 4)])
-    random = torch.Generator().manual_seed(d.case)
+    random = torch.Generator().manual_seed(d.number)
     outs = [torch.randn(*shape, d.case % 3 + 1, generator=random).to(dtype)
             for _ in range(2)]  # fmt: skip
     middle, spread = (d.same.choice([-1e4, 0, 1e3, 1e4]), 5.0) if large else (0, 3.0)
@@ -474,7 +474,7 @@ def _function(d: Draw) -> tuple[Callable[..., Tensor], list[Tensor]]:
     small = kind == "half of the gradient" and d.case > len(kinds)
     scale, times = (1e-4, ", times 0.0001") if small else (1.0, "")
     changes = [CHANGES[kind] if k == wrong else _right for k in range(3)]
-    random = torch.Generator().manual_seed(d.case)
+    random = torch.Generator().manual_seed(d.number)
     rows, channels = d.same.choice([(2, 3), (4, 2), (1, 5)])
     tensors = [torch.randn(rows, channels, generator=random).double() for _ in "xyz"]
     tensors[1].requires_grad_(d.case % 2 == 1)

@@ -89,7 +89,7 @@ def _rows(d: Draw) -> tuple[Tensor, Tensor, int]:
     num_experts, channels = d.n * d.same.randint(1, 3), d.same.choice([8, 33])
     size = 0 if d.rank == d.zeros_on else d.own.randint(300, 600)
     dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
-    random = torch.Generator().manual_seed(10 * d.case + d.rank)
+    random = torch.Generator().manual_seed(10 * d.number + d.rank)
     rows = torch.randn(size, channels, generator=random).to(dtype)
     popular = torch.rand(num_experts, generator=random) ** (d.case % 3 * 2) + 1e-6
     popular[0] *= d.case % 2  # an expert that nobody chooses
@@ -160,7 +160,7 @@ def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     if d.case == 1:  # counts beyond the whole numbers of float16
         size = d.own.randint(9000, 9999)
     dtype = torch.float64 if d.case % 3 == 2 else torch.float32
-    random = torch.Generator().manual_seed(10 * d.case + d.rank)
+    random = torch.Generator().manual_seed(10 * d.number + d.rank)
     scores = torch.randn(size, num_experts, generator=random).to(dtype)
     scores += d.rank * torch.arange(num_experts)  # ranks prefer different experts
     bias = 2 * torch.randn(num_experts, generator=random)  # the best are not chosen
