@@ -1,4 +1,4 @@
-"""Floor 2: ZeRO: cut into N shards what data parallelism stores N times.
+"""Floor 2: ZeRO: shard the states that data parallelism stores on every rank.
 
 Read the modules in this order:
 
@@ -10,14 +10,14 @@ Read the modules in this order:
     zero_redundancy_optimizer, sharded_gradient_optimizer
                   stages 1 and 2 with PyTorch's features: a list of parts
     optimizer_parts, optimizer_guards
-                  these parts: added features, and refused mistakes
+                  these parts: added features, and errors for mistakes
     units         stage 3: which parameters are gathered together: plain data
     stage3_naive  `NaiveFullyShardedDataParallel`: gather, use and free everything
     stage3_simple `SimpleFullyShardedDataParallel`: one unit after the other
     unit_storage  the memory of units: allocated by a gather, freed after use
     stage3        `FullyShardedDataParallel`: overlapped messages, options, parts
-    sharded_parts its parts; the order of prefetches; shards on the CPU
-    metered       byte meters, memory ledgers and event logs for all of them
+    sharded_parts the parts of stage 3; the order of prefetches; shards on the CPU
+    metered       byte meters, memory ledgers and event logs for all these classes
     offloaded     stage 3 with its shards on the host, behind an emulated link
     offloaded_optimizer
                   ZeRO-Offload for one device: gradients out, parameters back

@@ -28,7 +28,7 @@ def shard(model: nn.Module, layout: Layout, axes: Axes) -> nn.Module:
         types = {"compute_dtype": getattr(torch, name), "reduce_dtype": torch.float32}
         options.update(types)
     groups = layout.averaged
-    if "replicate" in axes:  # hybrid: its replicas have the same shards
+    if "replicate" in axes:  # hybrid sharding: replicas have the same shards
         options["replicas"] = axes.group("replicate")
         groups = groups[1:]
     group = axes.group(*groups)

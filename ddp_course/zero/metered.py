@@ -61,7 +61,7 @@ class MeteredMessages(PeerMessages):
         self.comm, self.endpoint = communicator(group), Endpoint(group)
 
     def is_metered(self, tensor: Tensor) -> bool:
-        """Return whether this course's collectives send it; with NCCL PyTorch's do."""
+        """Return whether this course's collectives send it; over NCCL, PyTorch's do."""
         return not tensor.is_cuda or self.endpoint.staged(tensor)
 
     def gather(
@@ -83,7 +83,7 @@ class MeteredMessages(PeerMessages):
         return course.all_gather_single(whole, own, self.group, async_op)
 
     def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
-        """Begin to sum `whole`, this rank's part into `own`; then call `then`."""
+        """Begin to sum `whole`, keep this rank's part in `own`, and call `then()`."""
         if not self.is_metered(whole):
             return super().reduce(own, whole, then)
         work = course.reduce_scatter_single(own, whole, group=self.group, async_op=True)

@@ -21,10 +21,10 @@ def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
     """Return, for each parameter, the rank that owns it.
 
     Parameters are assigned in order of size, the largest first, each to the rank with
-    the fewest elements so far. So no rank owns more elements than the mean plus one
-    parameter. PyTorch does the same within every parameter group
-    (`_partition_parameters` in torch/distributed/optim/zero_redundancy_optimizer.py).
-    Chapter 07.
+    the fewest elements so far. So, if `loads` are equal, no rank ends with more
+    elements than the mean plus those of one parameter. PyTorch does the same within
+    every parameter group (`_partition_parameters` in
+    torch/distributed/optim/zero_redundancy_optimizer.py). Chapter 07.
 
     Args:
         numels: elements of each parameter.

@@ -1,12 +1,12 @@
-"""Arguments for FSDP that keep shards, gradients and states on the host, measured.
+"""Arguments that let FSDP keep shards, gradients and states on the host, measured.
 
     host = HostMemory()
     FullyShardedDataParallel(model, **offloaded.module(host))
 
-On a GPU this does what `cpu_offload=True` does. On the CPU, where that is refused, the
-copies take the time of the emulated link (`launch.Links`), so that the cost of offload
-can be seen without a GPU. Messages, labels and events are those of `metered.module`.
-Chapter 08.
+On a GPU this does what `cpu_offload=True` does. On the CPU, where that option is
+refused, the copies take the time of the emulated link (`launch.Links`), so that the
+cost of offload can be seen without a GPU. Messages, labels and events are those of
+`metered.module`. Chapter 08.
 """
 
 from functools import partial
@@ -60,5 +60,5 @@ class Arrivals:
         self.host = host
 
     def after_backward(self, fsdp: Any) -> None:
-        """Wait for the last gradient, before the CPU can make its step."""
+        """Wait for the last gradient: the CPU needs it for the optimizer's step."""
         self.host.settle()

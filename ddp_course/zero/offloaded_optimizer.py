@@ -1,12 +1,13 @@
-"""ZeRO-Offload for one device: the CPU makes the optimizer's step. Chapter 08.
+"""ZeRO-Offload for one device: the CPU runs the optimizer's step. Chapter 08.
 
-    backward   each gradient leaves for the host as soon as it is complete
+    backward   each gradient is copied to the host as soon as it is complete
     step       the CPU updates its own copy of the parameters
                the new parameters return to the device
 
 The device keeps parameters and activations only. Ren et al. 2021, "ZeRO-Offload",
-sections 3 and 4. (There the device has parameters and gradients in 16 bits; on several
-devices each has a part of the gradients, as in stage 2, and all gather the parameters.)
+sections 3 and 4. (In the paper, parameters and gradients on the device have 16 bits. Of
+several devices, each has a part of the gradients, as in stage 2, and all gather the
+parameters.)
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ class OffloadedOptimizer:
         options: the optimizer's options.
 
     Attributes:
-        masters: the parameters on the host, which the optimizer steps.
+        masters: copies of the parameters on the host, which the optimizer steps.
     """
 
     @torch.no_grad()

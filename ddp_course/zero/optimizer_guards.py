@@ -31,9 +31,9 @@ from ddp_course.zero.shards import names_of
 Groups = list[dict[str, Any]]  # parameter groups, as PyTorch keeps them
 
 ADVICE = (
-    "If DistributedDataParallel, or the training loop, averages them, take "
-    "NaiveZeroRedundancyOptimizer with gradients='averaged'; an earlier optimizer of "
-    "the same parameters must be gone (del) before training."
+    "If DistributedDataParallel, or the training loop, averages them, use "
+    "NaiveZeroRedundancyOptimizer with gradients='averaged'; delete (del) an earlier "
+    "optimizer of the same parameters before training."
 )
 
 
@@ -60,7 +60,7 @@ class AveragedOnce:
     the mean in its own shard only.
     """
 
-    known = False  # whether a step has set it
+    known = False  # whether a step with finite, nonzero gradients was checked
 
     def gradients_complete(self, optimizer: Any) -> None:
         """Raise RuntimeError, on all ranks, if all of them have the same gradients."""
@@ -178,7 +178,7 @@ def form_of_groups(groups: Groups) -> dict[str, str]:
 
 
 def check_parameters(groups: Groups) -> None:
-    """Raise ValueError if these parameters cannot be laid in rows and cut."""
+    """Raise ValueError if these parameters cannot be moved into rows and cut."""
     names = names_of(groups)
     if not any(p.requires_grad and p.numel() for p in names):
         raise ValueError("no parameter requires a gradient; at least one must")

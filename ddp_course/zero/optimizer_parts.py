@@ -1,6 +1,6 @@
 """Parts that turn the readable stages 1 and 2 into ZeroRedundancyOptimizer.
 
-    Guarded            registers the parameters with the guards of PyTorch's tools
+    Guarded            registers the parameters with the guards in PyTorch's tools
     Places             records which elements of which parameter each piece has
     ConsolidatedState  gathers the states of all pieces, and divides them again
     AddsUp             stage 1: adds up several backward passes until `zero_grad`
@@ -166,7 +166,7 @@ class AddsUp:
 class PatientStep:
     """A part that keeps gloo's threads from interrupting other threads during a step.
 
-    A step is only computation and waiting for messages (`collectives.patience`).
+    A step computes or waits for messages, never both at once (`collectives.patience`).
     """
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ its pieces and their states, and records which elements of which parameter they 
                     rank-1.pt          head.out.weight   [3456, 6912)         ...
 
 A rank that loads searches all files for the elements that it owns now. So the number of
-ranks and the units may differ between save and load. Each save goes into a new folder
-with a temporary name until all ranks have written; the previous save is deleted only
-then (`mechanisms.saving`). If another parallelism has cut a tensor before, its
+ranks and the units may differ between save and load. Each save goes into a new folder,
+which has a temporary name until all ranks have written; only then is the previous save
+deleted (`mechanisms.saving`). If another parallelism has cut a tensor before, its
 placement is part of the key, and the ranks that load must have cut it in the same way.
 torch.distributed.checkpoint does all that for DTensors. Chapter 08.
 """
@@ -230,7 +230,7 @@ def _check_fits(
     optimizer: Optimizer | None,
     options: Any,
 ) -> None:
-    """Raise CheckpointError if it is of another model, or of other groups."""
+    """Raise CheckpointError if the files are of another model or other groups."""
     saved = {key: own for file in files for key, own in file["pieces"].items()}
     for name, piece in sharded.pieces.items():
         if (key := _key(name, piece)) not in saved:
@@ -258,7 +258,7 @@ def _check_fits(
         saved_groups = [group["names"] for group in options]
         if own_groups != saved_groups:
             raise CheckpointError(
-                f"the optimizer's groups are {own_groups}, and those of the checkpoint "
+                f"the optimizer's groups are {own_groups}, the checkpoint's groups "
                 f"{saved_groups}"
             )
 
@@ -278,7 +278,7 @@ def _assembled(
 def _elements(
     parts: list[Mapping[str, Any]], name: str, key: str, target: Flat
 ) -> Tensor:
-    """Return the elements `target` of one state, copied from the parts that overlap."""
+    """Return the range `target` of one state, copied from the parts that overlap it."""
     elements, missing = None, target.last - target.first
     for part in (part for part in parts if name in part["states"]):
         first, last, _ = part["elements"]
@@ -293,7 +293,7 @@ def _elements(
             elements[begin - target.first : end - target.first] = numbers
             missing -= end - begin
     if missing:
-        raise CheckpointError(f"of {key} ({name}) {missing} elements are in no file")
+        raise CheckpointError(f"{missing} elements of {key} ({name}) are in no file")
     return elements
 
 

@@ -1,6 +1,6 @@
 """ZeRO stage 2 with all features: `Zero2` and the parts of stage 1.
 
-`ShardsOnly` raises for mistakes that only stage 2 would pass over in silence.
+`ShardsOnly` raises for mistakes that would be silent in stage 2 only.
 
 Chapter 07.
 """
@@ -26,18 +26,18 @@ from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
     """An optimizer that stores only 1/N of states and gradients on each rank.
 
-    It differs from `ZeroRedundancyOptimizer` in this: after `backward` a rank has only
-    its shard of the mean gradients, and every parameter's `grad` is None. So call this
-    object's `zero_grad` between `step` and the next backward: `module.zero_grad()`
-    finds nothing to zero. There is no `no_sync`: every backward pass is averaged, and
+    Unlike with `ZeroRedundancyOptimizer`, after `backward` a rank has only its shard of
+    the mean gradients, and every parameter's `grad` is None. So call this object's
+    `zero_grad` between `step` and the next backward: `module.zero_grad()` finds nothing
+    to zero. There is no `no_sync`: every backward pass is averaged, and
     the means add up.
 
     Args:
         params, optimizer_class, process_group, options: as for
             `ZeroRedundancyOptimizer`.
-        buckets_in_flight: how many buckets may have memory at once, 1 or more; with 1
-            backward waits for every bucket. (`bucket_cap_mb` is 4 by default: buckets
-            that are being sent are not sharded, so they are smaller here.)
+        buckets_in_flight: how many buckets may have memory at once, 1 or more; with 1,
+            backward waits for every bucket. (`bucket_cap_mb` is 4 by default: a bucket
+            in flight is not sharded, so smaller ones save memory.)
 
     Raises the errors of `ZeroRedundancyOptimizer`, and RuntimeError from `backward` if
     the gradients of the last step were not zeroed. PyTorch has no stage 2 of its own;

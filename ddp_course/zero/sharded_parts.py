@@ -8,8 +8,8 @@
     Cast            cast floating-point inputs
     Offload         wait for gradients that are being copied to the CPU
 
-Each part has methods for some of the moments of `stage3_simple`, and knows no other
-part. The file also has `Order`, which decides what to gather ahead, and
+Each part has methods for some of the moments of `stage3_simple` and `stage3`, and knows
+no other part. The file also has `Order`, which decides what to gather ahead, and
 `OffloadedStorage`, for shards on the CPU. Chapter 08.
 """
 
@@ -46,7 +46,7 @@ class ParameterGuard:
         self.versions: dict[Unit, list[int]] = {}
 
     def constructed(self, fsdp: Sharded) -> None:
-        """Record the module's parameters; optimizers must not use its old ones."""
+        """Record the pieces; optimizers must not step the original parameters."""
         self.frozen = Frozen(fsdp, pieces=True)
         self.places = {name: p.data_ptr() for name, p in fsdp.pieces.items()}
         flats = (flat for unit in fsdp.units for flat in unit.flats)
@@ -107,12 +107,12 @@ class ParameterGuard:
 
 
 class Stepped:
-    """A part that refuses optimizer steps that would be wrong in silence.
+    """A part that refuses optimizer steps that would be silently wrong.
 
     These are steps of empty parameter groups, and steps without a backward pass.
 
     Attributes:
-        waits: a forward was recorded, and no backward has come since.
+        waits: whether a forward was recorded, with no backward since then.
     """
 
     waits = False
@@ -147,7 +147,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if part and part.waits and all(piece.grad is None for piece in pieces):
         raise RuntimeError(
             "no parameter has a gradient, though a forward was recorded: no backward "
-            "has come to the sharded module. backward(inputs=...) and autograd.grad "
+            "has reached the sharded module. backward(inputs=...) and autograd.grad "
             "do not reach parameters(), which are pieces: call loss.backward()"
         )
     if not all(group["params"] for group in groups):
@@ -219,7 +219,7 @@ class SameOrder:
         own = hashlib.sha256(repr(self.units).encode()).hexdigest()[:16]
         for exchange in self.exchanges:
             if set(exchange(own)) != {own}:
-                own = "0" * 16  # reports it along the next group
+                own = "0" * 16  # so the ranks of the next group learn of it
         if own == "0" * 16:
             order = {f"{direction} through the units": self.units}
             agreed(int, *self.groups, error=CollectiveError, **order)
@@ -316,7 +316,7 @@ def settle() -> None:
 
 
 class Order:
-    """The order in which a step uses the units, recorded to guess the next step's.
+    """The order in which a step uses the units: a guess for the next step.
 
     In forward, while block 3 computes, block 4 can be gathered: that is a *prefetch*.
     It requires knowing which unit comes after block 3. The model's code decides that
@@ -356,7 +356,7 @@ class Order:
 
     def backward(self, unit: int) -> list[int]:
         """Record that backward reaches `unit`; return the units to gather ahead."""
-        for start in (self._at, len(self.units)):  # two forwards use a unit twice
+        for start in (self._at, len(self.units)):  # a unit may be used twice
             if unit in self.units[:start]:
                 self._at = start - 1 - self.units[:start][::-1].index(unit)
                 ahead = max(0, self._at - self.prefetch)

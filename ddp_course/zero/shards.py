@@ -1,7 +1,7 @@
 """Buckets cut into shards: which rank owns which elements.
 
-`naive` assigns whole parameters, so the largest one limits how equal the ranks can be:
-half of a model may be one embedding. Here the parameters of a bucket lie side by side
+`naive` assigns whole parameters, so the ranks' shares can be very unequal: half of a
+model may be one embedding. Here the parameters of a bucket lie side by side
 in a row, and the row is cut into N equal shards; a cut may go through a parameter. A
 reduce-scatter gives every rank its shard of the gradients, and an all-gather joins the
 shards again:
@@ -9,7 +9,7 @@ shards again:
        parameters    | a a a a a b b b | b c c c c . . . |   padding (.) makes all
        shard of rank |       0         |        1        |   shards equally long
 
-Rank 1 owns a *piece* of b: its last element. Rajbhandari et al. 2020, "ZeRO", sections
+Rank 1 owns a *piece* of b, the last element. Rajbhandari et al. 2020, "ZeRO", sections
 5.1 and 5.2. Chapter 07.
 """
 
@@ -27,7 +27,7 @@ from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, Bucket, bucket_plan
 class RowPiece:
     """The elements [first, last) of a parameter, in the order of its memory.
 
-    They begin at element `offset` of their owner's shard.
+    In its owner's shard, the piece begins at element `offset`.
     """
 
     parameter: str
@@ -84,7 +84,7 @@ class ShardedBucket:
     def pieces(self, rank: int, empty: bool = False) -> tuple[RowPiece, ...]:
         """Return the pieces that `rank` owns, in the order of its shard.
 
-        With `empty`, the result has an empty piece for each other parameter.
+        With `empty`, parameters of which `rank` owns nothing have an empty piece.
         """
         begin, end = rank * self.shard_numel, (rank + 1) * self.shard_numel
         edges, pieces = [*self.offsets, self.bucket.numel], []
@@ -116,7 +116,7 @@ def shard_plan(
 ) -> tuple[ShardedBucket, ...]:
     """Divide the parameters into buckets (`mechanisms.buckets`), and each into shards.
 
-    Pure: reads shapes, types and devices only. Frozen parameters and those without
+    Pure: reads shapes, types and devices only. Frozen parameters and parameters without
     elements are in no bucket. Raises ValueError if the cap is not above 0. Chapter 07.
     """
     plan = bucket_plan(named_parameters, bucket_cap_mb, bucket_cap_mb)

@@ -2,17 +2,18 @@
 
 It is better than `naive` in two ways. Shards are equal parts of a flat row of
 parameters, so every rank has 1/N of the states, whatever the parameters' sizes. And as
-a rank needs only its own shard of the mean gradients, they are reduce-scattered instead
-of all-reduced, while backward runs:
+a rank needs only its own shard of the mean gradients, the gradients are
+reduce-scattered instead of all-reduced, while backward runs. Each rank sends, as
+multiples of the parameters' bytes:
 
     data parallelism   all-reduce gradients                        2 (N - 1) / N
     naive              all-reduce gradients, broadcast parameters  3 (N - 1) / N
     stage 1            reduce-scatter, all-gather                  2 (N - 1) / N
 
-of the parameters' bytes, sent by each rank: stage 1 saves memory without sending more.
-An all-reduce *is* a reduce-scatter and an all-gather; here the optimizer steps in
-between. Read also `shards` (which rank owns which elements) and `mechanisms.engine`,
-which launches a bucket when its last gradient has come. Chapter 07.
+So stage 1 saves memory without sending more than data parallelism. An all-reduce *is* a
+reduce-scatter and an all-gather; here the optimizer steps in between. Read also
+`shards` (which rank owns which elements) and `mechanisms.engine`, which launches a
+bucket when its last gradient is ready. Chapter 07.
 """
 
 from collections.abc import Callable, Iterable
@@ -42,7 +43,7 @@ class Zero1(Optimizer):
     The parameters of a bucket are moved into one row, and every rank owns an equal
     shard of it. The model needs no DistributedDataParallel: this class averages the
     gradients, in one backward pass for each step. `ZeroRedundancyOptimizer` is this
-    class with parts. Beside the moments of engine and reducer, it announces
+    class with parts. Besides the moments of the engine and of the reducer, it announces
 
         row_made(self, bucket, parameters)  parameters (by name) are views of a new row
         gradients_complete(self)            before gradients are clipped or used
@@ -53,7 +54,7 @@ class Zero1(Optimizer):
         params, optimizer_class, process_group, defaults: as for `naive`. The optimizer
             must step each element by itself (`mechanisms.elementwise`).
         bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`).
-        collectives: has `reduce_scatter_single` and `all_gather_single`.
+        collectives: a module with `reduce_scatter_single` and `all_gather_single`.
         parts: objects with methods for these moments.
     """
 
@@ -129,7 +130,7 @@ class Zero1(Optimizer):
         announce(self.parts, "row_made", self, bucket, parameters)
 
     def rank_in(self, bucket: ShardedBucket) -> int:
-        """Return this rank's number among those that have a bucket's parameters."""
+        """Return this rank's number in the group that divides a bucket."""
         return dist.get_rank(bucket.bucket.group or self.process_group)
 
     @torch.no_grad()
@@ -181,15 +182,15 @@ class Zero1(Optimizer):
                 self.owned[slot.parameter].grad = mean
 
     def share_parameters(self) -> None:
-        """All-gather the shards of each bucket in place."""
+        """All-gather the shards of the new parameters in place; drop the gradients."""
         for bucket, row in zip(self.plan, self.rows, strict=True):
             own = shard_of(row, self.rank_in(bucket), bucket)
             group = bucket.bucket.group or self.process_group
             self.collectives.all_gather_single(row, own, group=group)
         for piece in self.owned.values():
             piece.grad = None
-        # PyTorch's optimizers increment the versions, too: a backward through a forward
-        # with the old values must raise.
+        # Autograd must raise if a backward needs the old values, so this increments the
+        # version counters, as the steps of PyTorch's optimizers do.
         trained = [slot.parameter for slot in self.engine.slots]
         torch.autograd.graph.increment_version(trained)
 
@@ -202,13 +203,13 @@ class Zero1(Optimizer):
 class ReduceScatterBuckets(BucketReducer):
     """A reducer that leaves on every rank the mean of its own shard of a bucket.
 
-    That is half of an all-reduce; the other half would gather all shards on all ranks.
+    Reduce-scatter is half of an all-reduce; the other half would gather all shards.
     Afterwards a bucket holds the mean in this rank's shard, and partial sums that
     nobody needs in the other shards. Every `grad` is a view of its bucket.
 
     Args:
         group: the ranks that average; None means all.
-        collectives: has `reduce_scatter_single`.
+        collectives: a module with `reduce_scatter_single`.
         parts: objects with methods for the engine's moments, and for `bucket_added`,
             `pass_begins`, `gradient_ready`, `gradient_kept` and `bucket_arrived`, with
             the arguments of the methods below.

@@ -3,25 +3,25 @@
 A rank needs only its own shard of the mean gradients, so why store the rest? In stage 1
 every bucket has memory all the time. Here a bucket has memory from its first gradient
 to the end of its reduce-scatter; after that, only this rank's shard of the mean is
-stored. The parameters' `grad` are None: each is written into its bucket and dropped.
+stored. Every `grad` is None: each gradient is written into its bucket and dropped.
 
                    parameters   gradients         optimizer states    bytes sent
     stage 1        P            P                 O / N               2 (N - 1) / N P
     stage 2        P            P / N + buckets   O / N               2 (N - 1) / N P
 
-where P are the bytes of the parameters, and O those of one process' optimizer states.
+where P is the parameters' size in bytes, and O that of one process's optimizer states.
 Only `buckets_in_flight` buckets may have memory at once: a window that moves over the
 buckets in launch order. With a window of two, one bucket is being sent while the next
 one fills:
 
-    bucket     0 1 2 3 4      When a gradient of bucket 2 comes, the reducer waits for
+    bucket     0 1 2 3 4      If a gradient of bucket 2 is ready, the reducer waits for
     memory     # #            bucket 0, keeps this rank's shard of its mean, and frees
                  # #          it. A gradient of bucket 4 would stay in `grad` until the
                    # #        window reaches bucket 4.
 
-The price: gradients cannot be accumulated before they are averaged, as that needs whole
-gradients on every rank. So every backward pass sends its buckets. Rajbhandari et al.
-2020, "ZeRO", sections 5.2 and 7.2.1. Chapter 07.
+The price: gradients cannot be accumulated before they are averaged, as accumulation
+needs whole gradients on every rank. So every backward pass sends its buckets.
+Rajbhandari et al. 2020, "ZeRO", sections 5.2 and 7.2.1. Chapter 07.
 """
 
 import weakref
@@ -36,14 +36,14 @@ from ddp_course.mechanisms.parts import announce
 from ddp_course.zero.shards import RowPiece
 from ddp_course.zero.stage1 import ReduceScatterBuckets, Zero1
 
-SMALLER_CAP_MB = 4  # buckets that are being sent are not sharded, so they are smaller
+SMALLER_CAP_MB = 4  # a bucket in flight is not sharded: smaller ones save memory
 
 
 class Zero2(Zero1):
     """An optimizer that stores 1/N of the states and of the mean gradients.
 
-    It differs from `Zero1` in this: after `backward`, a rank has only its shard of the
-    mean gradients, and every parameter's `grad` is None. The means of several backward
+    Unlike with `Zero1`, after `backward` a rank has only its shard of the mean
+    gradients, and every parameter's `grad` is None. The means of several backward
     passes add up.
     """
 
@@ -73,7 +73,7 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
     def __init__(self, *args: Any, limit: int = 2) -> None:
         super().__init__(*args)
         self.limit = limit  # the window: buckets that may have memory at once
-        self.finished = 0  # buckets of this pass that were reduced and freed
+        self.finished = 0  # number of buckets that this pass has reduced and freed
         self.opened: set[LiveBucket] = set()  # buckets that have memory
         self.shards: dict[LiveBucket, Tensor] = {}  # this rank's part of the mean
         self.used: set[Tensor] = set()  # parameters that have a mean gradient
@@ -87,7 +87,7 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
         self.free(bucket)
 
     def pass_begins(self, engine: Engine) -> None:
-        """Free all buckets: the pass before may have ended in an error."""
+        """Free all buckets: the previous pass may have ended in an error."""
         for bucket in self.opened.copy():
             self.free(bucket)
         self.finished = 0
@@ -102,13 +102,13 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
     def without(self, bucket: LiveBucket, slot: Slot) -> None:
         """Write zeros for a parameter that got no gradient in this pass.
 
-        If the user has set its `grad` by hand, that is written instead.
+        If the user has set its `grad` by hand, that gradient is written instead.
         """
         slot.fresh |= slot.parameter.grad is not None
         self.pack(bucket, slot)
 
     def move(self, slot: Slot) -> None:
-        """Write a gradient, or zeros, into its slot, and set `grad` to None."""
+        """Write a gradient, or zeros, into the slot, and set `grad` to None."""
         gradient, slot.parameter.grad = slot.parameter.grad, None
         if gradient is None:
             slot.view.zero_()
@@ -127,25 +127,25 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
             self.opened.add(bucket)
             bucket.flat.untyped_storage().resize_(bucket.plan.nbytes)
             for slot in bucket.slots:
-                if slot.filled:  # its gradient came before the window
+                if slot.filled:  # its gradient had to wait in `grad`
                     self.move(slot)
         return bucket in self.opened
 
     # ---- wait and free ---------------------------------------------------------------
 
     def wait_for(self, bucket: LiveBucket) -> None:
-        """Wait for a bucket inside backward: the window has no room for the next."""
+        """Wait for a bucket inside backward: the window must move to the next one."""
         announce(self.parts, "before_wait", self.engine, bucket)
         self.engine.finish(bucket)
         announce(self.parts, "after_wait", self.engine, bucket)
 
     def launch(self, bucket: LiveBucket) -> Any:
         """Begin the reduce-scatter of a bucket, in place."""
-        self.open(bucket)  # all its gradients may have come before the window
+        self.open(bucket)  # it has no memory if all its gradients waited in `grad`
         return super().launch(bucket)
 
     def arrived(self, bucket: LiveBucket) -> None:
-        """Store this rank's shard of the mean, or add it to that of earlier passes."""
+        """Store this rank's shard of the mean, or add it to earlier passes' shard."""
         if bucket in self.shards:
             self.shards[bucket].add_(self.own(bucket))
         else:
@@ -176,7 +176,7 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
 
     def zero(self, set_to_none: bool) -> None:
         """Free the shards, or set them to zero."""
-        self.engine.recover()  # or buckets of a failed pass would arrive afterwards
+        self.engine.recover()  # otherwise buckets of a failed pass could arrive later
         if set_to_none:
             self.shards.clear()
             self.used.clear()

@@ -1,11 +1,11 @@
 """FullyShardedDataParallel: the readable stage 3 plus overlapped messages and parts.
 
-Step three, after `stage3_simple`; it announces the same moments. The name is that of
-PyTorch's first class (the present one is `fully_shard`). The class itself adds: it
-gathers the next unit ahead (`Order`), reduces gradients while backward goes on, keeps
-units gathered if asked to, accumulates gradients, works with activation recomputation,
-and can be used again after an error. All other features are parts (`sharded_parts`), or
-in `mechanisms.whole_state`. Explained in chapter 08.
+Step three, after `stage3_simple`; it announces the same moments, and also "reducing"
+and "tidied". PyTorch's first class had this name (the present one is `fully_shard`).
+The class itself gathers the next unit ahead (`Order`), reduces gradients while backward
+goes on, keeps units gathered if asked to, accumulates gradients, works with activation
+recomputation, and can be used again after an error. All other features are parts
+(`sharded_parts`), or in `mechanisms.whole_state`. Explained in chapter 08.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -46,14 +46,14 @@ from ddp_course.zero.units import Chosen, UnitPlan, unit_plan
 
 
 class PeerMessages(ShardMessages):
-    """ShardMessages that send no byte twice over gloo; ranks compare calls first."""
+    """ShardMessages without the bytes that gloo wastes; ranks compare calls first."""
 
     all_gather = staticmethod(all_gather_single)
 
     def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
-        """Begin to sum `whole` over all ranks, this rank's part into `own`.
+        """Begin to sum `whole` over all ranks, and to write this rank's part to `own`.
 
-        Returns a handle, whose `wait()` calls `then` at the end.
+        Returns a handle, whose `wait()` calls `then()` at the end.
         """
         work = reduce_scatter_single(own, whole, self.group, async_op=True)
         return Followed([work], then)
@@ -69,19 +69,20 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         compute   with the current unit; then free it
 
     Any elementwise optimizer (SGD, AdamW, ...) can step `parameters()`, also in groups
-    by name: they are vectors with mean gradients, of which this rank has a part, and so
-    has whoever computes a norm of them by hand. A parameter without a gradient on
-    some ranks counts as zero there; one without a gradient on all ranks is not changed.
-    Each rank keeps its own buffers; the whole state has those of the first rank.
+    by name. They are vectors, this rank's pieces, and so are their mean gradients: a
+    norm that you compute from them is that of this rank's pieces only. If only some
+    ranks have a gradient for a parameter, it counts as zero on the others; if no rank
+    has one, the parameter is not changed. Each rank keeps its own buffers; the whole
+    state has those of the first rank.
 
     Args:
-        module: on the CPU or on this rank's GPU.
+        module: the whole model, on the CPU or on this rank's GPU.
         process_group: the ranks that divide the model; None means all.
         units: names of the modules that are gathered as one (`unit_plan`); None means
             the modules in `nn.ModuleList`s, and the rest.
         replicas: hybrid sharding: the ranks that have the same shard. Inside of
-            `process_group` (F ranks) a step sends 3 (F - 1) / F of the model's bytes,
-            among R replicas 2 (R - 1) / R of a shard's. All these ranks train on
+            `process_group` (F ranks) a step sends 3 (F - 1) / F of the model's bytes;
+            among R replicas, 2 (R - 1) / R of a shard's bytes. All these ranks train on
             different samples.
         reshard_after_forward: True frees each unit after its forward, and gathers it
             again for backward; None excepts the root unit (PyTorch's default, as
@@ -93,7 +94,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         cpu_offload: keep shards, gradients and optimizer states on the CPU, if `module`
             is on a GPU (`sharded_parts.OffloadedStorage`).
         exchange: an object that gathers shards and sums gradients; None means
-            `PeerMessages`, by PyTorch's collectives.
+            `PeerMessages`, which use PyTorch's collectives.
         storage: the class for the memory of a unit's parameters of one type.
         parts: further parts, such as those that record (`metered`).
 
@@ -133,15 +134,15 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         check_units(module, groups, units, **options)
         plain, before = PlainModel.of(module), groups_before(module)
         exchange = exchange or PeerMessages(process_group)
-        shows = [quick_exchange(group) for group in groups]
+        text_exchanges = [quick_exchange(group) for group in groups]
         parts = [
             *parts,
             sharded_parts.ParameterGuard(),
             sharded_parts.Stepped(),
             sharded_parts.PatientPass(),
             *([sharded_parts.Offload()] if cpu_offload else []),
-            sharded_parts.UnusedPieces(shows),
-            sharded_parts.SameOrder(groups, shows),
+            sharded_parts.UnusedPieces(text_exchanges),
+            sharded_parts.SameOrder(groups, text_exchanges),
             *([sharded_parts.Cast(compute_dtype)] if compute_dtype else []),
         ]
         if cpu_offload:
@@ -171,8 +172,8 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         for flat in (flat for unit in self.units for flat in unit.flats):
             plan = flat.plan.pieces(self.exchange.rank, empty=True)
             for piece, whole in zip(plan, flat.parameters, strict=True):
-                its = flat.pieces[piece.parameter], group, Flat(piece.first, piece.last)
-                place(*its, like=whole, name=piece.parameter)
+                own, elements = flat.pieces[piece.parameter], (piece.first, piece.last)
+                place(own, group, Flat(*elements), like=whole, name=piece.parameter)
 
     # ---- forward ---------------------------------------------------------------------
 
@@ -238,7 +239,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
 
     def _finish_reductions(self) -> None:
         """Free all units, reduce remaining gradients, and wait for all reductions."""
-        for unit in self.units[::-1]:  # no_sync left gradients, or a gather was ahead
+        for unit in self.units[::-1]:  # some were gathered ahead, or not averaged
             unit.free()
             self._reduce(unit)
         self._wait_reduced()
@@ -252,8 +253,8 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         """Accumulate, without averaging, the gradients of backwards in this block.
 
         They are stored whole, which takes the memory of all gradients; the next
-        averaged pass sends their sum, even if `zero_grad` was called in between. As
-        set_requires_gradient_sync of PyTorch's FSDPModule.
+        averaged pass sends their sum, even if `zero_grad` was called in between. In
+        PyTorch, this is FSDPModule.set_requires_gradient_sync.
         """
         before, self.sync = self.sync, False
         try:
@@ -288,15 +289,15 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             if name.startswith("_") or "module" not in self._modules:
                 raise
         value = getattr(self.module, name)
-        of_its_own = getattr(value, "__self__", None) is self.module
-        return MethodType(value.__func__, self) if of_its_own else value
+        is_method = getattr(value, "__self__", None) is self.module
+        return MethodType(value.__func__, self) if is_method else value
 
     # ---- methods of torch.nn.Module that a sharded module refuses --------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         raise ShardedError(
             f"{type(self).__name__} cannot be moved or cast any more (to, cuda, half, "
-            "...): do that with the module before it is sharded"
+            "...): move or cast the module before it is sharded"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-# PyTorch 2.13 has renamed it.
+# PyTorch 2.13 renamed this function.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -22,8 +22,9 @@ class NaiveFullyShardedDataParallel(nn.Module):
     """A wrapper that shards the parameters of `module` between its passes.
 
     It gathers all parameters before a forward, and frees them when the backward has
-    ended (or at once, if there is none). It averages gradients by an all-reduce, of
-    which each rank needs only 1/N. A step sends 3 (N - 1) / N of the model's bytes.
+    ended (or at once, if there is none). It averages gradients by an all-reduce, though
+    each rank needs only 1/N of the mean. A step sends 3 (N - 1) / N of the model's
+    bytes.
 
     All ranks must construct it together, from equal modules with parameters of one
     type. It checks nothing. Chapter 08.

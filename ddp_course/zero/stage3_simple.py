@@ -8,7 +8,7 @@ step each unit goes through these states; each arrow is a hook:
 
 Backward visits the units in the reverse order of forward. So when it enters a unit, it
 has finished the previous one and computed all gradients of that one. The *root* unit
-(embedding, head) encloses the others: backward leaves it at its end. Read also `units`
+(embedding, head) encloses the others: backward leaves the root last. Read also `units`
 (which parameters are gathered together) and `unit_storage` (their memory). Chapter 08.
 """
 
@@ -38,7 +38,7 @@ class SimpleFullyShardedDataParallel(nn.Module):
 
     All ranks must construct it together (all get the first rank's values), and use the
     units in the same order. A unit's `forward` must return its results as tensors, or
-    in lists, dicts or dataclasses: hooks on them notice when backward enters the unit.
+    in lists, dicts or dataclasses: hooks on these tensors notice when backward enters.
     A parameter without a gradient counts as zero.
 
     Args:

@@ -6,14 +6,14 @@ A unit's parameters exist in two forms:
              allocates its storage, and `free` shrinks the storage to 0 bytes. Tensors
              that autograd saved for backward are valid again after the next gather
     pieces   this rank's part of each parameter, for the optimizer: views of one shard.
-             Of most parameters a rank has all or nothing. While the unit is freed, the
+             Most pieces are a whole parameter or empty. While the unit is freed, the
              modules have `Freed` objects in place of parameters
 
                     | norm1.weight | attn.qkv.weight . . . | mlp.up.weight . . | . |
     shard of rank   |        0             |         1             |       2       |
 
-So a gather needs no copies, and an optimizer steps parameters under their own names.
-Chapter 08.
+So a gather copies nothing but this rank's shard, and an optimizer steps parameters
+under their own names. Chapter 08.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,7 +67,7 @@ class ShardMessages:
         return self.all_gather(whole, own, **options)
 
     def reduce(self, own: Tensor, whole: Tensor, then: Callable[[], None]) -> Any:
-        """Sum `whole` over all ranks, this rank's part into `own`; then call `then`."""
+        """Sum `whole` over all ranks, keep this rank's part in `own`, call `then()`."""
         reduce_scatter(own, whole, group=self.group)
         then()
 
@@ -85,7 +85,7 @@ class FlatStorage:
         exchange: an object that gathers shards and sums gradients.
         replicas: ranks that have the same shard (hybrid sharding), or None.
         compute_dtype: type of `whole`; None means the type of the parameters.
-        reduce_dtype: type in which gradients are summed; None means that of `whole`.
+        reduce_dtype: type in which gradients are summed; None: the type of `whole`.
 
     Attributes:
         pieces: name -> this rank's part of the parameter, which may be empty.
@@ -118,7 +118,7 @@ class FlatStorage:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self.own_whole = self.whole[own]
-        # Gradients are summed in memory that is allocated and freed in the same way.
+        # Gradients are summed in `sum`, which is allocated and freed as `whole` is.
         dtype = reduce_dtype if floating and reduce_dtype else dtype
         self.sum = torch.empty(numel, dtype=dtype, device=first.device)
         self.own_sum, self.slots = self.sum[own], self._views(self.sum)
@@ -182,9 +182,9 @@ class FlatStorage:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def collect(self) -> None:
-        """Write this rank's share of all gradients into `sum`, and free the gradients.
+        """Write all gradients, divided by the number of ranks, into `sum`; free them.
 
-        One pass over the memory copies and scales; each gradient is freed at once.
+        One pass over memory copies and scales; each gradient is freed at once.
         """
         allocate(self.sum)
         pairs = zip(self.pieces.items(), self.parameters, strict=True)
@@ -287,11 +287,11 @@ class Unit:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether its parameters have gradients that were not reduced yet."""
+        """Whether the unit has gradients that were not reduced yet."""
         return any(flat.has_gradients for flat in self.trainable)
 
     def start_reduce(self) -> None:
-        """Begin to sum the gradients of all parameters that have one."""
+        """Begin to sum the gradients of every flat that has any."""
         for flat in self.trainable:
             if flat.has_gradients:
                 flat.collect()
@@ -335,8 +335,9 @@ class ShardedError(RuntimeError):
 class Freed:
     """A placeholder in a module for a parameter that is not gathered.
 
-    Computing with a tensor of 0 bytes would crash the process, and with a piece would
-    give nonsense. Any use of a Freed raises an error that names the parameter.
+    Computing with a tensor of 0 bytes would crash the process, and computing with a
+    piece would give nonsense. Any use of a Freed raises an error that names the
+    parameter.
     """
 
     name: str

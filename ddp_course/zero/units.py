@@ -1,8 +1,8 @@
 """The units of stage 3, as plain data: which parameters are gathered together.
 
 A layer's whole parameters are needed only while it computes. So the model is divided
-into *units*: each is gathered just before its forward and freed after it, and the same
-again in backward. The blocks of a transformer are units; the remaining parameters,
+into *units*: each unit is gathered just before its forward and freed after it, and once
+more in backward. The blocks of a transformer are units; the remaining parameters,
 embedding and head, are the *root* unit, which is gathered from the beginning of a
 forward or backward to its end.
 
@@ -60,10 +60,10 @@ class UnitPlan:
     """Parameters that are gathered and freed together: those of one module.
 
     Attributes:
-        index: its place in the plan; the root unit is number 0.
+        index: the unit's place in the plan; the root unit is number 0.
         name: the module's name, or "root".
-        flats: one for each type of the parameters, most often one; the root unit may
-            have none.
+        flats: one for each kind of parameters (type, device, trainable or frozen), most
+            often only one; the root unit may have none.
     """
 
     index: int
@@ -96,10 +96,10 @@ def unit_plan(
         module: the whole model.
         world_size: the number of ranks.
         units: names of modules; None means the modules in `nn.ModuleList`s, where a
-            transformer has its blocks (in PyTorch, one calls `fully_shard` on each of
-            them).
+            transformer has its blocks (in PyTorch, one calls `fully_shard` on each
+            block).
 
-    Raises ValueError for a unit that is no module of `module`. Chapter 08.
+    Raises ValueError for a name that is no module of `module`. Chapter 08.
     """
     chosen = _chosen(module, units)
     homes: dict[Tensor, set[str]] = {}  # parameter -> units that contain it
@@ -128,7 +128,7 @@ def unit_plan(
 def _flat(
     unit: str, kind: tuple, sizes: list[tuple[str, int]], world_size: int, more: bool
 ) -> FlatPlan:
-    """Return a flat of parameters of one kind; its unit may have `more` kinds."""
+    """Return a flat of parameters of one kind; `more`: its unit has other kinds."""
     dtype, device, trainable = kind
     names, numels = zip(*sizes, strict=True)
     *offsets, numel = accumulate(numels, initial=0)

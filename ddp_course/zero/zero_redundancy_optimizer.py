@@ -51,13 +51,14 @@ class ZeroRedundancyOptimizer(Zero1):
 
     The model needs no DistributedDataParallel: this class averages the gradients, in
     buckets, while backward runs. After `backward`, a `grad` is the mean in this rank's
-    shard only, and partial sums elsewhere. What changes each element alone (`mul_`,
-    `clamp_`) may change it. A norm, a mean or another reduction of it by hand, and a
-    move of the weights by it (SAM), are wrong, and no error says so; clip with this
-    object's `clip_grad_norm_`. Backward passes add up until `zero_grad`, as in PyTorch,
-    and each must reach at least one of the parameters. A parameter without a gradient
-    on all ranks is not changed. Buffers, such as BatchNorm's means, are not
-    synchronized. Keep this object as long as you train: its hooks go with it.
+    shard only, and partial sums elsewhere. You may change it element by element
+    (`mul_`, `clamp_`). Do not compute a norm, a mean or another reduction of it, and do
+    not move the weights by it (SAM): the result is wrong, without any error; clip with
+    this object's `clip_grad_norm_`. Backward passes add up until `zero_grad`, as in
+    PyTorch, and each must reach at least one of the parameters. If no rank has a
+    gradient for a parameter, the parameter is not changed. Buffers, such as BatchNorm's
+    means, are not synchronized. Keep this object as long as you train: its hooks are
+    removed with it.
 
     Args:
         params: as for any optimizer: parameters, names and parameters, or groups.
@@ -65,14 +66,14 @@ class ZeroRedundancyOptimizer(Zero1):
         process_group: the ranks that share the states; None means all.
         bucket_cap_mb: MiB at which a bucket is closed (`mechanisms.buckets`). Every
             bucket costs two messages.
-        collectives: has `reduce_scatter_single` and `all_gather_single`. The default
-            uses PyTorch's collectives, except that its reduce-scatter over gloo sends
-            no byte twice.
+        collectives: a module with `reduce_scatter_single` and `all_gather_single`. The
+            default uses PyTorch's collectives, but over gloo its reduce-scatter sends
+            half the bytes that PyTorch's would.
         parts: further parts, such as those that record (`metered`).
         **defaults: arguments of `optimizer_class`.
 
-    PyTorch's class of this name needs a DistributedDataParallel around the model; ours
-    for that is `NaiveZeroRedundancyOptimizer` with gradients="averaged".
+    PyTorch's class of this name needs a DistributedDataParallel around the model; so
+    does `NaiveZeroRedundancyOptimizer` with gradients="averaged".
 
     Raises:
         ReplicaError: at construction, on every rank, if the ranks' arguments differ or
@@ -135,7 +136,7 @@ class ZeroRedundancyOptimizer(Zero1):
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups that divide the gradients: this one and earlier parallelisms'."""
+        """The groups that divide the gradients: this object's and earlier ones."""
         parameters = (p for group in self.param_groups for p in group["params"])
         return groups_around(self.process_group, groups_of(parameters))
 
@@ -167,8 +168,8 @@ class ZeroRedundancyOptimizer(Zero1):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks, in the format of one process' optimizer.
 
-        One process, or any number of ranks, can load it. Raises RuntimeError if it has
-        not been consolidated on this rank since the last step.
+        One process, or any number of ranks, can load it. Raises RuntimeError if the
+        state was not consolidated on this rank since the last step.
         """
         return self._consolidated.state_dict(self)
 
@@ -180,8 +181,8 @@ class ZeroRedundancyOptimizer(Zero1):
         """
         names = plain_names(self)
         parameters = (p for group in self.param_groups for p in group["params"])
-        every = (name for those in names for name in those)
-        shapes = {name: p.shape for name, p in zip(every, parameters, strict=True)}
+        flat = (name for group_names in names for name in group_names)
+        shapes = {name: p.shape for name, p in zip(flat, parameters, strict=True)}
         self.load_parts(state_dict, names, shapes, [self.process_group])
 
     def load_parts(self, state_dict: dict[str, Any], *layout: Any) -> None:
