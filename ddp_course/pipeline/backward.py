@@ -3,8 +3,8 @@
     Recomputed     stores only a stage's input, and runs its forward again before B or I
     SplitBackward  adds the operations I and W: backward in two halves
 
-Another stage waits for the result of I; nobody waits for that of W before the optimizer
-steps. The backward of y = x Wᵀ + b, with G the gradient of y, has three products:
+Another stage waits for the result of I; only the optimizer's step waits for the result
+of W. The backward of y = x Wᵀ + b, with G the gradient of y, has three products:
 
     gradient of x    G W         the previous stage needs it to go on
     gradient of W    Gᵀ x        the optimizer needs it
@@ -13,7 +13,7 @@ steps. The backward of y = x Wᵀ + b, with G the gradient of y, has three produ
 Autograd computes all three, one after the other. `SplitLinear` computes the first, and
 lets a `WeightGradStore` postpone the others; until then x and G are stored. In a
 transformer the linear layers are nearly all of W's work; LayerNorm and embeddings
-compute all their gradients in I. The gradients are equal bit by bit.
+compute all their gradients in I. The gradients equal those of B bit by bit.
 
 Qi et al. 2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2, and the
 WeightGradStore of its code. PyTorch walks through autograd's graph instead, and cuts it
@@ -72,7 +72,7 @@ class Recomputed:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the CPU's random generator and of the device's, if a GPU."""
+    """Return the states of the random generators: the CPU's, and the GPU's or None."""
     on_gpu = device.type == "cuda"
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
 
@@ -181,7 +181,7 @@ class SplitLinear(torch.autograd.Function):
 
 
 def _has_hooks(parameter: Tensor | None) -> bool:
-    """Return whether the user has registered a hook; ours allow a later gradient."""
+    """Return whether a hook is the user's; this package's allow a later gradient."""
     hooks = getattr(parameter, "_backward_hooks", None) or {}
     return any(
         not getattr(hook, "__module__", "").startswith("ddp_course.")
@@ -228,7 +228,7 @@ class SplitBackward:
         split_backward(module, self.store)
 
     def before_run(self, runtime: Runtime) -> None:
-        """Add the two operations."""
+        """Add I and W to the operations of the runtime."""
         inputs = partial(self.inputs, runtime)
         runtime.operations |= {"I": inputs, "W": self.weights}
 

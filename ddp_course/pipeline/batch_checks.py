@@ -2,8 +2,8 @@
 
     SameBatch   a part of `PipelineParallel` that compares the ranks' batches before
                 anything is sent
-    MeanLoss    a loss function that its first call tests: microbatches' gradients add
-                up to the batch's only if its loss is the mean of its rows' losses
+    MeanLoss    a loss function that is tested in its first calls: microbatches'
+                gradients add up to the batch's only if the loss is a mean over rows
 
 Chapter 10.
 """
@@ -143,15 +143,16 @@ def needs_whole_batch(module: nn.Module) -> str | None:
 
 
 class MeanLoss:
-    """A loss function that its first calls test: is it a mean over the rows?
+    """A loss function that is tested in its first calls: is it a mean over the rows?
 
-    The loss of two sets of rows is compared with that of both together: rows and the
-    same rows halved, which detects a sum or a square root; rows and those of the call
-    before, which detects targets that are left out or weighted. Raises ValueError.
+    The losses of two sets of rows are compared with that of both sets together: rows
+    and the same rows halved, which detects a sum or a square root; rows and those of
+    the previous call, which detects targets that are left out or weighted. Raises
+    ValueError if the loss is no mean.
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.loss_fn, self.tests = loss_fn, 8  # a class may be in later rows only
+        self.loss_fn, self.tests = loss_fn, 8  # some targets come in later rows only
         self.before: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -174,7 +175,7 @@ class MeanLoss:
         if loss.dim():
             raise ValueError(f"loss_fn returned {loss}; it must be a scalar")
         others = [(output * 0.5, targets)]
-        counted = not (targets == self.ignored).any()  # else `SameBatch` counts them
+        counted = not (targets == self.ignored).any()  # else `SameBatch` compares
         if counted and self.before and self.before[0].shape[1:] == output.shape[1:]:
             others.append(self.before)
         for other, y in others:

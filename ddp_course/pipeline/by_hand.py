@@ -22,7 +22,7 @@ class NaivePipeline(nn.Module):
 
     Args:
         model: the same on all ranks, with a `spine`, and no parameter on two ranks.
-        sizes: for each rank of the group the number of its layers.
+        sizes: the number of layers on each rank of the group.
         num_microbatches: the number of parts of a batch.
         form: shape of an activation between layers, without its rows: (T, C).
         group: the ranks of the pipeline, in order; None means all.

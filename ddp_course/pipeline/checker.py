@@ -38,7 +38,7 @@ class Proof:
         program: what each rank computes, sends and receives.
         blocking: whether the proof assumes sends that block.
         order: all actions as (rank, action), each after all actions that it needs.
-        peak_activations: per rank, in microbatches.
+        peak_activations: the most that each rank stores, in microbatches.
     """
 
     program: Program
@@ -69,7 +69,7 @@ def check(
     Args:
         schedule: the schedule to check.
         blocking: whether a send blocks until it is received, as in the strictest
-            backend. If False, nobody waits for a send, and a receive gets the message
+            backend. If False, no rank waits for a send, and a receive gets the message
             that it asks for, so condition 3 always holds.
         fused: whether messages between two actions are posted together (`program`).
         max_activations: the most microbatches whose activations a rank may store; one
@@ -96,8 +96,8 @@ def check(
 def activations(schedule: Schedule, rank: int) -> list[Fraction]:
     """Return how many microbatches' activations `rank` stores after each action.
 
-    F adds 1 / (number of the rank's stages). B subtracts it, or else W: the weights'
-    gradients need the activations until then.
+    F adds 1 / (number of the rank's stages). B subtracts it, or W if backward is split:
+    the weights' gradients need the activations until then.
     """
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     row, stages = schedule.ranks[rank], len(schedule.stages_of(rank))
@@ -107,13 +107,13 @@ def activations(schedule: Schedule, rank: int) -> list[Fraction]:
 def peak_activations(schedule: Schedule) -> tuple[Fraction, ...]:
     """Return for each rank the maximum of its `activations`."""
     counts = (activations(schedule, rank) for rank in range(schedule.num_ranks))
-    return tuple(max(of_rank, default=Fraction(0)) for of_rank in counts)
+    return tuple(max(count, default=Fraction(0)) for count in counts)
 
 
 def _memory_problems(
     schedule: Schedule, limits: Real | Sequence[Real] | None
 ) -> Iterator[str]:
-    """Yield each rank and action after which the rank stores more than its limit."""
+    """Yield a message for each action after which a rank exceeds its limit."""
     if limits is None:
         return
     if not isinstance(limits, Sequence):

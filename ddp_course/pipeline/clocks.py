@@ -1,4 +1,4 @@
-"""Measure the bubble of a pipeline, the idle share of its time, also on few cores.
+"""Measure the bubble of a pipeline, the idle share of its time, even on few cores.
 
 Ranks that share cores slow each other down. `virtual_time` has a clock for this case.
 Another way is layers that sleep instead of computing (`SleepingLayer`): they need no
@@ -22,7 +22,7 @@ def bubble(events: Iterable[Event]) -> float:
     """Return the idle share of all ranks' time, from their events in one or more steps.
 
     A step lasts from the first start to the last end of F, B, I and W on any rank. A
-    rank is idle while it computes none of them: it waits for messages or sends them.
+    rank is idle while it computes none of these: it sends messages or waits for them.
     `simulate_schedule` has the same definition. Raises ValueError if there are no such
     events.
     """

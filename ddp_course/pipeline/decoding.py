@@ -5,9 +5,9 @@ goes around a ring of stages, once for each token, and while it is elsewhere a s
 computes other microbatches. With as many microbatches as stages no stage waits, except
 at the beginning and the end: no token waits for a flush, as a training step does.
 
-Who computes what in which tick is plain data, `decoding_plan`. In each tick every rank
-computes, then sends to the next rank and receives from the one before in one batch, so
-no two ranks wait for each other, whatever the backend. Chapter 10.
+Which rank computes what in which tick is plain data, `decoding_plan`. In each tick
+every rank computes; then, in one batch, it sends to the next rank and receives from the
+previous one. So no two ranks wait for each other, whatever the backend. Chapter 10.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ Work = tuple[int, int] | None  # (number of the new token, microbatch); None: wa
 
 
 def decoding_plan(ranks: int, microbatches: int, tokens: int) -> list[list[Work]]:
-    """Return for each tick what each rank computes: pure.
+    """Return, for each tick, what each rank computes. Pure.
 
-    Work that rank r does in a tick, rank r + 1 does in the next one. Rank 0 begins the
-    next token of a microbatch `max(microbatches, ranks)` ticks after the last one.
+    The work of rank r in a tick is the work of rank r + 1 in the next tick. Rank 0
+    begins a microbatch's tokens `max(microbatches, ranks)` ticks apart.
     """
     period = max(microbatches, ranks)
 
@@ -45,7 +45,7 @@ class PipelinedDecoder(nn.Module):
 
     Args:
         model: the same on all ranks: a GPT, or one that `tensor_parallel` has cut.
-        sizes: for each rank of the group the number of its layers.
+        sizes: the number of layers on each rank of the group.
         num_microbatches: the number of parts of a batch.
         group: the ranks of the pipeline, in order; None means all.
     """
@@ -76,7 +76,7 @@ class PipelinedDecoder(nn.Module):
     def generate(self, idx: Tensor, new_tokens: int) -> Tensor:
         """Return `idx` (B, T), the same on all ranks, continued: (B, T + new_tokens).
 
-        As `generation.generate`, with the same numbers as for each microbatch alone.
+        The result is that of `generation.generate` for each microbatch by itself.
         Raises ValueError for too few rows, or too few positions in the model.
         """
         check_length(self, idx, new_tokens)
@@ -113,10 +113,11 @@ class PipelinedDecoder(nn.Module):
         coming: Work,
         prompts: Sequence[Tensor],
     ) -> Tensor | None:
-        """Send `result` to the next rank; return what the rank before has computed.
+        """Send `result` to the next rank; return the previous rank's result.
 
-        Activations go from stage to stage, (B/m, T, C) for a prompt and (B/m, 1, C)
-        after it; new tokens, (B/m, 1), go from the last rank to rank 0.
+        `coming` is the work of the previous rank in this tick. Activations go from
+        stage to stage, (B/m, T, C) for a prompt and (B/m, 1, C) after it; new tokens,
+        (B/m, 1), go from the last rank to rank 0.
         """
         if endpoint.size == 1:
             return result

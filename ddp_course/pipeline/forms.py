@@ -2,8 +2,8 @@
 
 Every stage receives one row and reports the form of its output. The runtime needs the
 forms to allocate memory for messages. The same run detects layers that count or average
-over their inputs in a buffer: microbatches would change it differently than the batch
-does. Chapter 10.
+over their inputs in a buffer: microbatches would change the buffer differently than
+the batch does. Chapter 10.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ class Forms:
         all ranks, for a layer whose buffers change in a training forward.
         """
         one = torch.empty(1, 1, device=x.device)
-        kind = x.dtype, x.shape[1:], (one @ one).dtype  # the last depends on autocast
+        kind = x.dtype, x.shape[1:], (one @ one).dtype  # autocast changes the product's
         if kind not in self.known:
             self.known[kind] = self._find(x[:1])
         return self.known[kind]
@@ -96,7 +96,7 @@ class Forms:
         return output.dtype, tuple(output.shape[1:])
 
     def _buffer_problem(self, module: Stage, row: Tensor) -> str | None:
-        """Return which buffer of a layer a forward in training changes, or None."""
+        """Return a message if a training forward changes a buffer, else None."""
         if not self.several:
             return None
         copies = copies_of_buffers(module)
@@ -118,7 +118,7 @@ class Forms:
 
 
 def copies_of_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies, by name, that a forward may change."""
+    """Return copies of the buffers, by name, which a forward may change."""
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 

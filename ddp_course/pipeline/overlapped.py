@@ -5,7 +5,8 @@ part keeps that order. Over gloo it
 
     posts     each receive AHEAD actions before the action that needs it, so that the
               message arrives while this rank computes
-    sends     without waiting; it keeps the memory until the message has left
+    sends     without waiting, unless UNDER_WAY sends to the same rank are unfinished;
+              it keeps the memory until the message has left
     receives  by waiting until the message has arrived
 
 NCCL runs the messages between two ranks one after the other, in the order of the calls.
@@ -31,7 +32,7 @@ from ddp_course.pipeline.runtime import Runtime
 from ddp_course.pipeline.schedule import Action
 
 AHEAD = 2  # how many actions early a receive is posted
-UNDER_WAY = 2  # most unfinished sends to one rank
+UNDER_WAY = 2  # the most unfinished sends to one rank
 
 
 class PostedAhead:

@@ -78,15 +78,15 @@ class PipelineParallel(DividedModule, Pipeline):
         model: the course's GPT, another with embed, blocks and head, or an
             `nn.Sequential`; on the CPU or on this rank's GPU. Tensor parallelism may
             have divided it before.
-        schedule: a name in SCHEDULES, or any legal `Schedule` for as many ranks, as
-            `interleaved(4, 8, stages_per_rank=3)`.
-        num_microbatches: the number of parts of a batch; None means that of the
-            schedule, or one for each rank.
+        schedule: a name in SCHEDULES, or any legal `Schedule` for as many ranks, such
+            as `interleaved(4, 8, stages_per_rank=3)`.
+        num_microbatches: the number of parts of a batch; None means the schedule's
+            number, or one for each rank.
         group: the ranks of the pipeline, in order; None means all.
-        sizes: for each stage its number of layers; None divides by cost (`partition`).
+        sizes: the number of layers of each stage; None divides by cost (`partition`).
         loss_fn: a function of the last layer's output and the targets that returns a
-            mean over rows (it is tested once); None means the model's own loss, or
-            cross-entropy if it has none.
+            mean over rows (its first calls test that); None means the model's own loss,
+            or cross-entropy if it has none.
         recompute: store only the inputs of a stage, and recompute in backward.
         recorder: a part that records each step: `PipelineRecorder()` writes events into
             the open logs, `VirtualTime()` does so for ranks that share cores. None
@@ -163,11 +163,11 @@ class PipelineParallel(DividedModule, Pipeline):
             y: (B, T), on all ranks; the last stage uses it.
             loss_scale: gradients are those of the loss times this number.
 
-        If B is no multiple of the number of microbatches, the first have one row more,
-        and a larger weight. Raises CollectiveError, on every rank, if the batches
-        cannot be used or differ, or under `torch.no_grad`; PipelineError on the rank on
-        which a layer fails. After an error this pipeline cannot be used any more, as
-        the ranks have reached different places of the schedule.
+        If B is no multiple of the number of microbatches, the first microbatches have
+        one row more, and a larger weight. Raises CollectiveError, on every rank, if the
+        batches cannot be used or differ, or under `torch.no_grad`; PipelineError on the
+        rank on which a layer fails. After an error this pipeline cannot be used any
+        more, as the ranks have reached different places of the schedule.
         """
         self._check_usable()
         announce(self.parts, "before_step", self, x, y)

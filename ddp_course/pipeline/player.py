@@ -33,7 +33,8 @@ from ddp_course.pipeline.program import (
 from ddp_course.pipeline.schedule import Action, ScheduleError
 from ddp_course.theory.checks import check_not_negative
 
-Sides = dict[str, tuple[Action, Real]]  # "send", "recv" -> (action, time of the post)
+# The sides of a message, "send" or "recv" -> (action, time when it was posted)
+Sides = dict[str, tuple[Action, Real]]
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,10 @@ class _BlockingPlay:
         return True
 
     def _post(self, rank: int, step: Instruction) -> Sides:
-        """Post one side of a message; it may complete one that the peer has posted."""
+        """Post one side of a message, perhaps to the side that the peer has posted."""
         link = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
         if step.kind == "send" and step.action not in self.has[rank]:
-            self._fail(f"rank {rank} sends {step.action}, which it has not made")
+            self._fail(f"rank {rank} sends {step.action}, which it has not computed")
         half = self.half.setdefault(link, deque())
         if not half or step.kind in half[0]:
             half.append({step.kind: (step.action, self.clock[rank])})
@@ -183,7 +184,7 @@ class _BlockingPlay:
     def _waits(self, rank: int) -> tuple[str, int]:
         """Return a text with the message that a rank waits for, and the peer."""
         group = self.rows[rank][self.at[rank]]
-        both = zip(group, self.waiting[rank], strict=True)
-        step = next(step for step, sides in both if len(sides) < 2)
+        posted = zip(group, self.waiting[rank], strict=True)
+        step = next(step for step, sides in posted if len(sides) < 2)
         verb = "sends {} to" if step.kind == "send" else "receives {} from"
         return f"{verb.format(step.action)} rank {step.peer}", step.peer

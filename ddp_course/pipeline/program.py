@@ -16,8 +16,8 @@ receives between two actions are *posted* together:
     rank 0 | 0F0  >0F0  0F1  >0F1+<1B0  0B0  0F2  >0F2+<1B1 ...
     rank 1 | <0F0  1F0  <0F1  1B0  >1B0  1F1  1B1  <0F2+>1B1 ...
 
-So do Megatron-LM's send_forward_recv_backward and PyTorch's batch_isend_irecv. Chapters
-10 and 11.
+Megatron-LM's send_forward_recv_backward and PyTorch's batch_isend_irecv do the same.
+Chapters 10 and 11.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,7 @@ InstructionGroup = tuple[Instruction, ...]  # one action, or messages posted tog
 
 @dataclass(frozen=True)
 class Program:
-    """For each rank the groups of instructions that it carries out, one by one.
+    """The groups of instructions that each rank carries out, one after the other.
 
     A group is one "compute", or one or more messages that are posted together. Messages
     from one rank to another must be received in the order of their sends, because NCCL
@@ -92,8 +92,9 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
     however slow some ranks are. Without `fused`, each message is posted by itself, and
     received just before it is needed; `check` finds out whether that can work.
 
-    A result that its own rank needs is no message. With `fused`, raises ScheduleError
-    if the ranks would wait for ever. Source: PyTorch's `_add_send_recv`. Chapter 11.
+    A result that is needed on its own rank is not sent. With `fused`, raises
+    ScheduleError if the ranks would wait for ever. Source: PyTorch's `_add_send_recv`.
+    Chapter 11.
     """
     if not fused:
         ranks = range(schedule.num_ranks)
@@ -104,8 +105,8 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
         rank, action = event.rank, event.action
         rows[rank].append((event.start, 1, number, Instruction("compute", action)))
         peer = schedule.receiver(action)
-        if peer is not None:  # 0: before actions that start at this time
-            place = event.end, 0, number
+        if peer is not None:
+            place = event.end, 0, number  # 0 sorts before actions that start then
             rows[rank].append((*place, Instruction("send", action, peer)))
             rows[peer].append((*place, Instruction("recv", action, rank)))
     steps = ([step for *_, step in sorted(row)] for row in rows)

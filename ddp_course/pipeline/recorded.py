@@ -29,7 +29,7 @@ class PipelineRecorder:
 
     def __init__(self) -> None:
         self.clock: Any = WallClock()
-        self.step, self.start = 0, 0.0  # start: of the current action
+        self.step, self.start = 0, 0.0  # start time of the current action
 
     def before_run(self, runtime: Runtime) -> None:
         """Find the logs that are open now."""

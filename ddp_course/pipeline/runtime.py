@@ -30,7 +30,7 @@ Form = tuple[torch.dtype, tuple[int, ...]]  # type and shape of one row's activa
 
 
 class Runtime:
-    """One rank's part of a run: a batch that passes through the pipeline.
+    """One rank's part of a run, in which one batch passes through the pipeline.
 
     Args:
         stages: stage number -> stage, for this rank's stages.
@@ -89,7 +89,7 @@ class Runtime:
     def receive(self, action: Action) -> Tensor | None:
         """Return the input of `action`: a part of the batch, or another stage's result.
 
-        The last stage's backward has no input: None.
+        Backward in the last stage, and W, have no input: None.
         """
         source = self.schedule.source(action)
         if source is None:
@@ -156,7 +156,7 @@ class Runtime:
 
     @property
     def loss(self) -> Tensor:
-        """The sum of the microbatches' losses; 0 on ranks without the last stage."""
+        """The sum of the weighted losses; 0 on ranks without the last stage."""
         loss = torch.zeros((), device=self.device)
         for microbatch in sorted(self.losses):
             loss += self.losses[microbatch]
@@ -167,7 +167,7 @@ class OrderedMessages:
     """Messages without tags, as over NCCL: the schedule's order identifies them.
 
     All ranks know the whole schedule, and so the order in which their neighbours send.
-    Sends do not block; their memory is kept until the end.
+    Sends do not block; the tensors are kept until the end.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -209,11 +209,12 @@ class Pipeline(nn.Module):
     Args:
         model: the same on all ranks, with a `spine`, and no parameter on two ranks.
         schedule: a schedule of F and B, for as many ranks as the group has.
-        sizes: for each stage the number of its layers.
+        sizes: the number of layers of each stage.
         form: shape of an activation between layers, without its rows: (T, C).
         loss_fn: returns a mean over rows, from the last layer's output and the targets.
         group: the ranks of the pipeline, in order; None means all.
-        parts: objects with methods for "before_step", "after_step", and those above.
+        parts: objects with methods for "before_step", "after_step" and `Runtime`'s
+            moments.
 
     Attributes:
         stages: stage number -> stage, for this rank's stages.
@@ -248,8 +249,8 @@ class Pipeline(nn.Module):
         """Run forward and backward with a batch, and return its mean loss.
 
         x: (B, T), y: (B, T), the same on all ranks; the first stage uses x, the last
-        one y. If B is no multiple of the number of microbatches, the first have one row
-        more, and a larger weight.
+        one y. If B is no multiple of the number of microbatches, the first microbatches
+        have one row more, and a larger weight.
         """
         announce(self.parts, "before_step", self, x, y)
         endpoint, x, y = Endpoint(self.group), x.to(self.device), y.to(self.device)

@@ -18,11 +18,11 @@ microbatches, first all forwards and then all backwards:
     rank 1 | 1F0 1F1 1B0 1B1
 
 Schedules can be printed, drawn, checked (`checker`) and run in virtual time
-(`simulate`) without any process; `runtime` carries them out on ranks. Those of this
-file have stage r on rank r, and follow one rule, `at_most`: go forward while fewer than
-a limit of microbatches are in flight, else backward. A microbatch is *in flight* on a
-stage from its forward to its backward: during this time its activations take memory.
-With p ranks and m microbatches, m at least p,
+(`simulate`) without any process; `runtime` carries them out on ranks. This file has
+those with stage r on rank r. They follow one rule, `at_most`: go forward while fewer
+microbatches are in flight than a limit, else go backward. A microbatch is *in flight*
+on a stage from its forward to its backward: during this time its activations take
+memory. With p ranks and m microbatches, m at least p,
 
     schedule     limit on rank r    bubble / whole time    activations kept
     naive        1                  (p-1)/p                1
@@ -30,7 +30,7 @@ With p ranks and m microbatches, m at least p,
     one_f_one_b  p-r                (p-1)/(m+p-1)          min(m, p-r)
 
 The notation is that of PyTorch's torch/distributed/pipelining/schedules.py; `schedules`
-has more of them. Chapters 10 and 11.
+has more schedules. Chapters 10 and 11.
 """
 
 import re
@@ -97,7 +97,7 @@ class Schedule:
         name: the name that tables and drawings show.
         num_stages: stages of the model, on all ranks together.
         num_microbatches: parts of the batch.
-        ranks: for each rank its actions, in the order in which it runs them.
+        ranks: each rank's actions, in the order in which the rank runs them.
 
     Raises ValueError for fewer than one stage, microbatch or rank.
     """
@@ -148,7 +148,7 @@ class Schedule:
         """Return the action of another stage whose result `action` needs, or None.
 
         F needs the activation of the previous stage, B and I the gradient of the next
-        stage. None: it needs the batch, the loss, or its own I.
+        stage. None: it needs the batch, the loss, or the I of its own stage.
         """
         stage, microbatch = action.stage, action.microbatch
         if action.op == "F":
@@ -177,7 +177,7 @@ class Schedule:
         return peer if peer != own else None
 
     def messages(self, src: int, dst: int) -> tuple[Action, ...]:
-        """Return the actions of `src` whose results `dst` needs, in their order."""
+        """Return the actions of rank `src` whose results rank `dst` needs, in order."""
         return tuple(a for a in self.ranks[src] if self.receiver(a) == dst)
 
     @cached_property
@@ -194,7 +194,7 @@ class Schedule:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise ValueError unless each of these is an integer of 1 or more."""
+    """Raise ValueError unless each count is an integer of 1 or more."""
     for name, value in counts.items():
         if not isinstance(value, Integral) or value < 1:
             must = "it must be an integer of 1 or more"
@@ -207,7 +207,10 @@ def check_counts(**counts: int) -> None:
 def at_most(
     limit: int, forwards: Sequence[Action], backwards: Sequence[Action]
 ) -> list[Action]:
-    """Return a row: forward while fewer than `limit` are in flight, else backward."""
+    """Return a row of actions: each is the next forward, or else the next backward.
+
+    A forward comes next while fewer than `limit` microbatches are in flight.
+    """
     row: list[Action] = []
     b = 0  # number of backwards in the row
     while b < len(backwards):
@@ -225,9 +228,9 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
 
     A microbatch goes forward through all stages and back again before the next one
     begins. The bubble is (p-1)/p for any number of microbatches; a rank stores the
-    activations of one. A model with `.to(device)` between its layers runs in this
-    order: "naive model parallelism".
-    Raises ValueError for fewer than one rank or microbatch. Chapter 10.
+    activations of one microbatch. A model with `.to(device)` between its layers runs in
+    this order: "naive model parallelism". Raises ValueError for fewer than one rank or
+    microbatch. Chapter 10.
     """
     return one_stage_per_rank("naive", num_ranks, num_microbatches, lambda rank: 1)
 
@@ -249,11 +252,11 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return the schedule that goes backward as soon as it can: 1F1B.
 
     While rank r's first microbatch goes to the last rank and back, rank r can compute
-    p-1-r others: p-r in flight keep it busy, and more would only take memory. After
-    this warm-up each backward frees the memory for one forward. The bubble is GPipe's,
-    (p-1)/(m+p-1); the activations are those of min(m, p-r) microbatches. Raises
-    ValueError for fewer than one rank or microbatch. Source: Narayanan et al. 2021,
-    "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
+    p-1-r others: p-r in flight keep the rank busy, and more would only take memory.
+    After this warm-up each backward frees the memory for one forward. The bubble is
+    GPipe's, (p-1)/(m+p-1); the activations are those of min(m, p-r) microbatches.
+    Raises ValueError for fewer than one rank or microbatch. Source: Narayanan et al.
+    2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush),
     arXiv:2006.09503, section 3.2; PyTorch's Schedule1F1B. Chapter 11.
     """
     return one_stage_per_rank(
@@ -285,9 +288,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each action is in the schedule, once, on one rank.
+    """Raise ScheduleError unless each action is there once, and each stage on one rank.
 
-    For each stage and microbatch these are one F, and one B, or one I and one W.
+    Each stage has, for each microbatch, one F and either one B, or one I and one W.
     """
     for problem in _incomplete(schedule):
         raise ScheduleError(f"{schedule.name}: {problem}")

@@ -1,6 +1,6 @@
 """More schedules: several stages on each rank, backward in two halves, your own.
 
-They follow the same rule as those of `schedule`, with v stages on each rank: rank r has
+They follow the same rule as those in `schedule`, with v stages on each rank: rank r has
 stages r, r + p, r + 2p, ... For m a multiple of p, and for zero_bubble with equal times
 of F, I and W and v = 1,
 
@@ -36,14 +36,15 @@ def interleaved(
     whole group passes one stage of a rank before its first microbatch reaches the
     rank's next stage. In the warm-up, rank r runs the first group's forwards in v-1
     stages, and in its last stage 2(p-1-r) forwards, as in Megatron-LM: 1F1B's p-1-r
-    would give the same bubble, in less memory, if messages took no time. One more than
-    that are in flight. With two groups of p or more, rank 0 stores the activations of
-    p(1 + (p-1)/(pv)) microbatches, 1F1B those of p. (With v = 1 rank 0 stores 2p - 1.)
+    would give the same bubble, in less memory, if messages took no time. The limit in
+    flight is one more than these forwards. With two groups of p or more, rank 0 stores
+    the activations of p(1 + (p-1)/(pv)) microbatches; with 1F1B, of p. (With v = 1,
+    rank 0 stores those of 2p - 1.)
 
     By default, Megatron-LM requires a multiple of p microbatches; PyTorch requires
-    groups of one size. Here groups have p to 2p - 1 microbatches, so every number is
-    legal, and from p on the bubble is that of the formula; larger groups need more
-    memory.
+    groups of one size. Here groups have p to 2p - 1 microbatches, so every number of
+    microbatches is legal, and from p microbatches on the bubble is that of the formula;
+    larger groups need more memory.
 
     Raises ValueError for fewer than one rank, microbatch or stage. Source: Narayanan et
     al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -63,10 +64,11 @@ def zero_bubble(
     the weights, can run at any later time: rank r postpones r of them, and runs them at
     the end, when 1F1B would idle. The idle time is (p-1)(F+I-W) instead of
     (p-1)(F+I+W). Rank r stores the activations of p-r microbatches, as with 1F1B, and
-    those that r postponed W need, so those of at most p.
+    those that its r postponed W need: of at most p microbatches in all.
 
     With v stages on each rank it is interleaved, too: the bubble is 1/v of that, with
-    as many messages as interleaved, and no more memory if p divides m. Raises
+    as many messages as interleaved, and no more memory than for v = 1 if p divides m.
+    Raises
     ValueError for fewer than one rank, microbatch or stage. Source: Qi et al. 2024,
     "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2; PyTorch's
     ScheduleInterleavedZeroBubble. Chapter 11.
@@ -83,9 +85,10 @@ SCHEDULES.update(interleaved=interleaved, zero_bubble=zero_bubble)
 def _in_turns(
     name: str, p: int, m: int, v: int, backward: str, ahead: Callable[[int], int]
 ) -> Schedule:
-    """Build a schedule with v stages on each rank; the last has `ahead(r)` in flight.
+    """Build a schedule with v stages on each rank.
 
-    The m microbatches form groups of at least p, as equal as possible.
+    At most `ahead(r)` microbatches are in flight in the last stage of rank r. The m
+    microbatches form groups of at least p, as equal as possible.
     """
     check_counts(stages_per_rank=v, num_ranks=p, num_microbatches=m)
     count = max(1, m // p)
@@ -100,7 +103,7 @@ def _in_turns(
 
 
 def _in_groups(op: str, stages: Sequence[int], sizes: Sequence[int]) -> list[Action]:
-    """Return the actions of a group of microbatches in all `stages`, group by group."""
+    """Return an action per microbatch and stage: group by group, stage by stage."""
     starts = [0, *accumulate(sizes)]
     return [
         Action(op, stage, microbatch)
@@ -111,7 +114,7 @@ def _in_groups(op: str, stages: Sequence[int], sizes: Sequence[int]) -> list[Act
 
 
 def weights_behind(row: Sequence[Action], behind: int) -> Iterator[Action]:
-    """Insert the oldest due W after each I except the first `behind`; the rest last."""
+    """Insert the oldest due W after each I but the first `behind`; append the rest."""
     due: list[Action] = []
     for action in row:
         yield action

@@ -1,4 +1,4 @@
-"""Simulate a schedule in virtual time: when does each rank compute, and when wait?
+"""Simulate a schedule in virtual time: when does each rank compute, when does it wait?
 
     print(simulate_schedule(gpipe(2, 3)))
 
@@ -31,7 +31,7 @@ class SimulatedSchedule:
     Attributes:
         schedule: the schedule that was simulated.
         events: the ranks' actions with start and end, in the order of their starts.
-        peak_activations: per rank, in microbatches.
+        peak_activations: the most that each rank stores, in microbatches.
     """
 
     schedule: Schedule
@@ -109,10 +109,10 @@ def _chart(num_ranks: int, events: Sequence[TimedAction]) -> list[str]:
 
 
 def _common(times: Sequence[Real]) -> Fraction | None:
-    """Return the longest duration that divides all times, if it is not too short."""
+    """Return the longest duration that divides all times; None if it is too short."""
     if not all(isinstance(time, Rational) for time in times):
         return None
     exact = [Fraction(time) for time in times]
-    below = math.lcm(*(time.denominator for time in exact))
-    column = Fraction(math.gcd(*(int(time * below) for time in exact)), below)
+    parts = math.lcm(*(time.denominator for time in exact))
+    column = Fraction(math.gcd(*(int(time * parts) for time in exact)), parts)
     return column if max(exact) <= COLUMNS * column else None

@@ -31,9 +31,9 @@ class StagePlan:
     """The layers and the rank of each stage.
 
     Attributes:
-        layers: for each stage the names of its layers, in the order of the model.
-        ranks: for each stage its rank, counted in the pipeline.
-        numel: for each stage the elements of its parameters.
+        layers: the names of each stage's layers, in the order of the model.
+        ranks: the rank of each stage, counted in the pipeline.
+        numel: the number of elements of each stage's parameters.
         holders: name of a parameter in the model -> the ranks that use it.
     """
 
@@ -67,10 +67,10 @@ def stage_plan(
 
     Args:
         model: a model with a `spine`.
-        sizes: for each stage the number of its layers, 1 or more.
-        ranks: for each stage its rank.
+        sizes: the number of layers of each stage, 1 or more.
+        ranks: the rank of each stage.
 
-    A rank without any parameter shares the smallest one of the model, as an optimizer
+    A rank without any parameter shares the model's smallest parameter, as an optimizer
     needs at least one. Raises ValueError if `sizes` and `ranks` do not fit the model or
     each other.
     """
@@ -87,7 +87,7 @@ def stage_plan(
     cuts = [tuple(names[a:b]) for a, b in pairwise(accumulate(sizes, initial=0))]
     own = [{p for name in cut for p in layers[name].parameters()} for cut in cuts]
     for name, parameter in model.named_parameters():
-        users = {r for r, its in zip(ranks, own, strict=True) if parameter in its}
+        users = {r for r, used in zip(ranks, own, strict=True) if parameter in used}
         if not users:
             raise ValueError(f"{name} belongs to no layer of the model's spine")
         holders[name] = tuple(sorted(users))
@@ -95,7 +95,7 @@ def stage_plan(
     for rank in set(ranks).difference(*holders.values()):
         smallest = min(trained or holders, key=lambda name: trained.get(name, 0))
         holders[smallest] = tuple(sorted({rank, *holders[smallest]}))
-    numel = tuple(sum(p.numel() for p in its) for its in own)
+    numel = tuple(sum(p.numel() for p in used) for used in own)
     return StagePlan(tuple(cuts), tuple(ranks), numel, holders)
 
 
@@ -107,8 +107,9 @@ def partition(costs: Sequence[Real], num_stages: int) -> tuple[int, ...]:
 
     The most expensive stage costs as little as possible. Among all such partitions,
     the result has the smallest sum of squared costs, which balances the other stages,
-    too; if several have it, the one with the most layers in its last stages. The same
-    costs always give the same sizes. `partition([0, 4, 4, 4, 4, 1], 2)` is `(3, 3)`.
+    too; of several such, it is the one with the most layers in the last stages. The
+    same costs always give the same sizes. `partition([0, 4, 4, 4, 4, 1], 2)` is
+    `(3, 3)`.
 
     Raises ValueError for a negative or infinite cost, for fewer than one stage, and for
     more stages than layers. Source: dynamic programming, Bellman 1957. Chapter 10.
@@ -182,7 +183,7 @@ class SharedGradients:
         self.before: dict[nn.Parameter, Tensor | None] = {}
 
     def before_run(self, runtime: Runtime) -> None:
-        """Remove the gradients of earlier steps: they were summed already."""
+        """Set aside the gradients of earlier steps: they were summed already."""
         if torch.is_grad_enabled():
             self.before = {parameter: parameter.grad for parameter in self.shared}
             for parameter in self.before:

@@ -1,8 +1,8 @@
 """Stages: a model that is cut between its layers.
 
-The course's GPT is a list of layers, each the next one's input: `spine`. A stage is a
-slice of this list. All names stay those of the whole model, so the state of the whole
-model is the union of the ranks' states. Chapter 10.
+The course's GPT is a list of layers (`spine`): the output of each is the next one's
+input. A stage is a slice of this list. All names stay those of the whole model, so the
+state of the whole model is the union of the ranks' states. Chapter 10.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 def spine(model: nn.Module) -> dict[str, nn.Module]:
     """Return {name: layer}; calling the layers one after another runs the model.
 
-    For an `nn.Sequential` these are its members; for the course's GPT, or any model
-    with the same attributes, embed, the blocks and head. Raises TypeError for any other
-    model.
+    The layers of an `nn.Sequential` are its members; those of the course's GPT, or of
+    any model with the same attributes, are embed, the blocks and head. Raises TypeError
+    for any other model.
     """
     if isinstance(model, nn.Sequential):
         return dict(model._modules)
@@ -46,7 +46,7 @@ def add_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 class Stage(nn.Sequential):
-    """A slice of the spine; with targets, as in the last stage, also the loss."""
+    """A slice of the spine, which also computes the loss, a scalar, from targets."""
 
     def __init__(
         self,

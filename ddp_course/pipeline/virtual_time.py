@@ -3,9 +3,9 @@
     PipelineParallel(model, "1f1b", 8, recorder=VirtualTime())
 
 On the wall clock, ranks that share cores slow each other down. The virtual clock shows
-the times that ranks with cores of their own would have: computing takes the time that
-this rank's thread was on a core, waiting and messages take none, and every message
-carries the time of its send, to which a receiver that is behind sets its clock (Lamport
+the times that ranks with cores of their own would have. Computing takes the time that
+this rank's thread was on a core; waiting and messages take none. Every message carries
+the time of its send, and a receiver that is behind sets its clock to that time (Lamport
 1978, "Time, Clocks, and the Ordering of Events"). Chapter 10.
 """
 
@@ -72,13 +72,13 @@ class StampedEndpoint:
         self.endpoint, self.clock = endpoint, clock
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the endpoint."""
+        """Return any other attribute of the wrapped endpoint."""
         return getattr(self.endpoint, name)
 
     def send(self, tensor: Tensor, peer: int) -> Handle:
         """Start to send a tensor, and the time."""
         stamp = torch.tensor([self.clock.now()], dtype=torch.float64)
-        return _Both(
+        return _StampedHandle(
             self.endpoint.send(tensor, peer), self.endpoint.send(stamp, peer), stamp
         )
 
@@ -86,10 +86,10 @@ class StampedEndpoint:
         """Start to receive a tensor, and its time; `wait()` sets the clock."""
         stamp = torch.empty(1, dtype=torch.float64)
         first, second = (self.endpoint.receive(each, peer) for each in (tensor, stamp))
-        return _Both(first, second, stamp, self.clock)
+        return _StampedHandle(first, second, stamp, self.clock)
 
 
-class _Both:
+class _StampedHandle:
     def __init__(
         self,
         first: Handle,

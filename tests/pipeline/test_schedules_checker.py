@@ -329,7 +329,7 @@ def hand_made(*rows: str) -> Program:
             ["0F0 0F1 >0F1 >0F0 <1B0 0B0 <1B1 0B1", "<0F0 1F0 <0F1 1F1"],
             "rank 1 receives 0F0 from rank 0, which sends 0F1",
         ),
-        (["0F0 >0F1", "<0F1"], "rank 0 sends 0F1, which it has not made"),
+        (["0F0 >0F1", "<0F1"], "rank 0 sends 0F1, which it has not computed"),
         (["0F0 >0F0", "1F0"], "rank 1 runs 1F0 without 0F0, which it needs"),
         (["0F0 >0F0", ""], "rank 0 sends 0F0 to rank 1, but rank 1 is at its end"),
         (["0F0", "<0F0"], "rank 1 receives 0F0 from rank 0, but rank 0 is at its end"),

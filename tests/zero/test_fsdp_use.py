@@ -424,7 +424,7 @@ def test_what_would_be_wrong_in_silence_is_refused(two_ranks):
         assert "Take one that steps each element alone" in rank["Adafactor"]
         assert rank["AdamW"] == rank["Adagrad"] == "no error"
         assert "choose groups by name" in rank["by dims"]
-        assert "no backward has come to the sharded module" in rank["inputs"]
+        assert "no backward has reached the sharded module" in rank["inputs"]
         for kind in ("bias", "row"):
             assert "returned one of its parameters, or a view" in rank[kind], kind
         assert "returned no tensor, so no hook can notice" in rank["space"]

@@ -101,7 +101,7 @@ def without(key: str):
 
 SPOILT = {
     "truncated": (lambda p: os.truncate(p, p.stat().st_size // 2), "cannot be read"),
-    "missing": (Path.unlink, "elements are in no file"),
+    "missing": (Path.unlink, "are in no file"),
     "flipped": (flip, "is not the one that was written"),
     "foreign": (lambda p: p.write_bytes(b"spoilt"), "cannot be read"),
     "evil": (lambda p: p.write_bytes(pickle.dumps(Evil())), "cannot be read"),
