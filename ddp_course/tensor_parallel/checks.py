@@ -25,7 +25,7 @@ from ddp_course.mechanisms.agreement import (
 from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.model import GPT, check_tokens
 
-SHARED = ("n_head", "vocab_size")  # the sizes that the ranks must divide
+SHARED = ("n_head", "vocab_size")  # must be multiples of the number of ranks
 
 
 def check_model(
@@ -82,8 +82,8 @@ class SameTokens:
     is wrong, and the loss even falls.
     """
 
-    def __init__(self, its: Meeting) -> None:
-        self.meeting = its
+    def __init__(self, group_meeting: Meeting) -> None:
+        self.meeting = group_meeting
 
     def before_forward(
         self, ends: Any, idx: Tensor, targets: Tensor | None, problem: str | None
@@ -111,8 +111,8 @@ class SameTokens:
 class FailedPasses:
     """A part that reports a failed pass to other ranks, which may still wait in it."""
 
-    def __init__(self, its: Meeting) -> None:
-        self.watch = its.watch
+    def __init__(self, group_meeting: Meeting) -> None:
+        self.watch = group_meeting.watch
 
     def forward_failed(self, model: Any, error: Exception) -> None:
         """Record the error for the report to the other ranks."""

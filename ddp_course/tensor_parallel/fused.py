@@ -1,13 +1,13 @@
 """Column and row parallel once more: a product and its communication in one operation.
 
-They compute what the layers of `layers` do, and with `sequence_parallel` this:
+The two classes compute what those of `layers` do, and with `sequence_parallel` this:
 
     column    F.linear(gather_sequence(x), weight, bias)
     row       scatter_sequence(F.linear(x, weight)) + copy_to_group(bias)
 
 One operation writes a summand directly into the buffer that is sent, without a copy.
-And while the gradient of the input is summed over the ranks, a column product computes
-those of weight and bias, for which no other rank waits. (A pipeline may postpone them
+And while an all-reduce sums the gradient of the input, a column product computes those
+of weight and bias, for which no other rank waits. (A pipeline may postpone these two
 even further: `weight_grads`.)
 
 LinearWithGradAccumulationAndAsyncCommunication in Megatron-LM's
@@ -75,7 +75,7 @@ class FusedLinear(ParallelLayer):
 
 
 class FusedColumnParallelLinear(FusedLinear, ColumnParallelLinear):
-    """This rank's columns of Y: (..., I) -> (..., O/tp), or from (B, T/tp, I)."""
+    """This rank's columns of Y: (..., I) or (B, T/tp, I) -> (..., O/tp)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's columns from the whole input."""
@@ -83,7 +83,7 @@ class FusedColumnParallelLinear(FusedLinear, ColumnParallelLinear):
 
 
 class FusedRowParallelLinear(FusedLinear, OwnTokensLayer, RowParallelLinear):
-    """The sum of all ranks' products: (..., I/tp) -> (..., O), or to (B, T/tp, O)."""
+    """The sum of all ranks' products: (..., I/tp) -> (..., O) or (B, T/tp, O)."""
 
     def whole_parameters(self) -> list[Tensor]:
         """Return the bias, if there is one and each rank adds it to its own tokens."""
@@ -99,7 +99,7 @@ class FusedRowParallelLinear(FusedLinear, OwnTokensLayer, RowParallelLinear):
 
 
 class ColumnProduct(Function):
-    """Y = X W + b, of which this rank has the columns."""
+    """A product with an autograd of its own: this rank's columns of Y = X W + b."""
 
     @staticmethod
     def forward(
@@ -114,7 +114,7 @@ class ColumnProduct(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Sum the gradient of X over the ranks while computing those of W and b."""
+        """Compute all gradients; an all-reduce of X's overlaps with W's and b's."""
         x, weight = ctx.saved_tensors
         layer, group, rows = ctx.layer, ctx.layer.group, _rows(gradient)  # (R, O/tp)
         own: list[Tensor | None] = []
@@ -136,7 +136,7 @@ class ColumnProduct(Function):
 
 
 class RowProduct(Function):
-    """Y = X W + b, of which this rank computes a summand from its columns of X."""
+    """The sum Y = X W + b of all ranks' products, each with its columns of X."""
 
     @staticmethod
     def forward(
@@ -156,14 +156,14 @@ class RowProduct(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute from the gradient of the sum, which is that of each summand."""
+        """Compute all gradients from the sum's, which is also each summand's."""
         x, weight = ctx.saved_tensors
         layer = ctx.layer
         if layer.sequence_parallel:
             gradient = layer.group.all_gather(gradient, 1)  # (B, T, O)
         rows = _rows(gradient)  # (R, O)
-        of_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        return of_x, *layer.own_gradients(ctx, rows, x), None
+        grad_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        return grad_x, *layer.own_gradients(ctx, rows, x), None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The spine's GPT, cut: `tensor_parallel` makes this rank's part of it.
+"""The course's GPT, cut over ranks: `tensor_parallel` returns this rank's part.
 
     parallel = tensor_parallel(build_gpt())      # on all ranks: the same seed
     optimizer = AdamW(parallel.parameters())     # this rank's parts
@@ -8,19 +8,19 @@
     optimizer.step()
 
 It is the same GPT with other layers in it; no line of `model` is changed. Every rank
-computes some heads, some columns of the MLP and some of the vocabulary, of all tokens.
-In each block and step that takes four all-reduces:
+computes some heads, some columns of the MLP and a part of the vocabulary's logits, for
+all tokens. Each block needs four all-reduces in a step:
 
     forward     attn.proj: sum of the heads     mlp.down: sum of the columns
     backward    attn.qkv: gradient of its input   mlp.up: gradient of its input
 
-The rows of `qkv` are ordered head by head, so a part of them are the queries, keys and
-values of some heads, and the columns of `proj` that those heads' values meet are the
-same part of them. Attention itself needs no change.
+The rows of `qkv` are ordered head by head, so a part of the rows gives the queries,
+keys and values of some heads; the same part of the columns of `proj` multiplies these
+heads' results. Attention itself needs no change.
 
-With `sequence_parallel`, what is not cut so (norms, residuals, dropout) is computed of
-T/tp tokens on each rank; each all-reduce becomes a reduce-scatter where one leaves a
-parallel region, and an all-gather where one enters the next. Chapter 09.
+With `sequence_parallel`, each rank computes everything else (norms, residuals, dropout)
+for T/tp tokens; each all-reduce becomes a reduce-scatter at the end of a parallel
+region and an all-gather at the beginning of the next. Chapter 09.
 """
 
 import copy
@@ -87,7 +87,7 @@ def placement_of(name: str) -> Shard | Replicate:
 class Ends:
     """The two ends of a cut GPT, its tokens and its logits, without its layers.
 
-    A pipeline calls the layers one by one, and asks these for the rest.
+    A pipeline calls the layers one by one, and this object for the rest.
 
     Announces before_forward(ends, idx, targets, problem).
     """
@@ -105,7 +105,7 @@ class Ends:
     def check_tokens(
         self, idx: Tensor, targets: Tensor | None = None, problem: str | None = None
     ) -> None:
-        """Announce the tokens, and what else is wrong on this rank, or None."""
+        """Announce the tokens, and `problem`: what is wrong on this rank, or None."""
         announce(self.parts, "before_forward", self, idx, targets, problem)
 
     def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
         exchange: how the ranks exchange tensors.
         sequence_parallel: whether norms and residuals are cut along the sequence.
         parts: the objects that it announces to.
-        ends: what a pipeline needs beside the layers.
+        ends: what a pipeline needs besides the layers.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
         self.train(full.training)
 
     def _layer_for(self, name: str, module: nn.Module) -> ParallelLayer | None:
-        """Return the layer that takes the place of a plain one; None: it stays."""
+        """Return the layer that replaces a plain one, or None to keep the plain one."""
         kind = PLAN.get(".".join(name.split(".")[-2:]))
         if kind is not None:
             how = {"sequence_parallel": self.sequence_parallel}
@@ -177,9 +177,10 @@ class TensorParallelGPT(DividedModule, nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the logits (B, T, V) for `idx` (B, T), or the mean loss.
 
-        With `targets` (B, T) there are no logits: no rank has them all, and none needs
-        them. Without, they are gathered. Called by all ranks with the same tokens.
-        Raises CollectiveError, on every rank, if they are not the same, or do not fit.
+        With `targets` (B, T) it returns no logits: no rank has all, and none needs
+        them. Without targets, the logits are gathered. All ranks must call it with the
+        same tokens. Raises CollectiveError, on every rank, if the tokens differ or do
+        not fit.
         """
         self.check_tokens(idx, targets)
         try:
@@ -197,7 +198,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
             raise
 
     def sums(self) -> AbstractContextManager:
-        """Return a context that sums gradients over the ranks in one message."""
+        """Return a context that sums whole parameters' gradients in one all-reduce."""
         if not self.sequence_parallel:
             return nullcontext()
         return summed_together(self, self.exchange)
@@ -215,7 +216,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
         return self.ends.gather_logits(logits)
 
     def extra_repr(self) -> str:
-        """Return the tensors that are cut, and how, as text."""
+        """Return all parameters, and how each is cut, as text."""
         return "\n".join(str(placed(parameter)) for parameter in self.parameters())
 
 
@@ -228,8 +229,8 @@ def tensor_parallel(
 ) -> TensorParallelGPT:
     """Return this rank's part of `model`, to be called and trained like the whole.
 
-    Called by all ranks together, with the same model (`build_gpt` with the same seed);
-    it is not changed: delete it to free the memory of the other ranks' parts. An
+    All ranks must call it together, with the same model (`build_gpt` with the same
+    seed). `model` is not changed: delete it to free the other ranks' parts. An
     optimizer that looks at whole tensors (Adafactor, Muon, LAMB) is refused at its
     first step. (PyTorch's DTensor would show it the other ranks' parts.) If a program
     computes a gradient's norm itself, that is the norm of this rank's part.
@@ -239,17 +240,17 @@ def tensor_parallel(
         group: the ranks that share it; None means all.
         sequence_parallel: cut norms and residuals along the sequence, too.
         all_reduce: called as `all_reduce(tensor, op, group=..., async_op=...)`; if
-            `async_op`, what it returns has a `wait()`. None means PyTorch's.
+            `async_op`, it returns an object with `wait()`. None means PyTorch's.
 
     Raises ReplicaError, on every rank, if the models differ (in a single number) or
     cannot be cut. Like torch.distributed.tensor.parallel.parallelize_module. Chapter
     09.
     """
     check_model(model, group, sequence_parallel, all_reduce)
-    its = meeting(group)
+    ranks = meeting(group)
     # gloo's threads do not interrupt this rank while it waits for them.
-    exchange = MessageExchange(group, all_reduce, partial(patient, threads_of(its)))
-    parts = SameTokens(its), FailedPasses(its)
+    exchange = MessageExchange(group, all_reduce, partial(patient, threads_of(ranks)))
+    parts = SameTokens(ranks), FailedPasses(ranks)
     parallel = TensorParallelGPT(model, exchange, sequence_parallel, parts)
     leave_behind(model.parameters(), "tensor_parallel(model)")
     return parallel

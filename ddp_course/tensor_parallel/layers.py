@@ -7,8 +7,8 @@ A product Y = X W can be cut in two ways (in PyTorch, which computes X Wᵀ, the
     row      W = [W_0; W_1]    rank r computes a summand of Y from its columns of X
 
 A column product followed by a row product needs one all-reduce in forward, after the
-second: the columns that rank r has after the first are those that its part of the
-second needs. In backward the gradient of X is a sum over all ranks: one more
+second: rank r's columns of the first result are those that its rows of the second
+matrix need. In backward the gradient of X is a sum over all ranks: one more
 all-reduce. So two operations are needed at the borders, each the other's backward:
 
                           forward          backward
@@ -16,7 +16,7 @@ all-reduce. So two operations are needed at the borders, each the other's backwa
     g   reduce_from_group all-reduce       nothing
 
 Shoeybi et al. 2019, "Megatron-LM", section 3; megatron/core/tensor_parallel/
-{mappings,layers}.py. `fused` makes the same faster. Chapter 09.
+{mappings,layers}.py. `fused` computes the same faster. Chapter 09.
 """
 
 from types import MappingProxyType
@@ -42,12 +42,12 @@ def copy_to_group(x: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, group: Group = None) -> Tensor:
-    """Return the sum of all ranks' `x`; in backward, hand the gradient to each: g."""
+    """Return the sum of all ranks' `x`; in backward, copy its gradient to each: g."""
     return ReduceFromGroup.apply(x, exchange_of(group))
 
 
 class CopyToGroup(Function):
-    """One tensor becomes one on each of N ranks: x -> (x, ..., x)."""
+    """The copies of one tensor on N ranks: x -> (x, ..., x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
@@ -62,11 +62,11 @@ class CopyToGroup(Function):
 
 
 class ReduceFromGroup(Function):
-    """The summands of N ranks become one tensor: (x_0, ..., x_N-1) -> their sum."""
+    """The sum of N ranks' tensors: (x_0, ..., x_N-1) -> x_0 + ... + x_N-1."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: MessageExchange) -> Tensor:
-        """All-reduce."""
+        """All-reduce x."""
         ctx.group = group
         return group.sum(x)
 
@@ -79,7 +79,7 @@ class ReduceFromGroup(Function):
 class ParallelLayer(nn.Module):
     """A layer with this rank's slices of a full layer's parameters.
 
-    `CUTS` says along which dimension each is cut, or None if every rank has all of it.
+    `CUTS`: the dimension along which each parameter is cut; None if it stays whole.
 
     Args:
         full: the full layer, equal on all ranks; it is not changed.

@@ -4,8 +4,8 @@
     by row      Y = [X_0, X_1] [W_0; W_1]           add up the summands of Y
 
 Both layers take the whole input and return the whole output, on every rank. `layers`
-leaves out what two such layers in a row need not send. (PyTorch's `weight` is Wᵀ: its
-rows are the columns of W.) Chapter 09.
+omits the messages that two such layers in a row do not need. (PyTorch's `weight` is Wᵀ:
+its rows are the columns of W.) Chapter 09.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class SumGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """All-reduce."""
+        """All-reduce the gradient."""
         gradient = gradient.clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None
@@ -41,7 +41,7 @@ class GatherColumns(Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
-        """All-gather."""
+        """All-gather the columns."""
         ctx.group, n = group, dist.get_world_size(group)
         columns = [torch.empty_like(y) for _ in range(n)]
         dist.all_gather(columns, y.contiguous(), group=group)
@@ -49,7 +49,7 @@ class GatherColumns(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Cut."""
+        """Cut the gradient, and return this rank's columns."""
         n, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         return gradient.chunk(n, dim=-1)[rank], None
 
@@ -59,7 +59,7 @@ class SumOutputs(Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group) -> Tensor:
-        """All-reduce."""
+        """All-reduce y."""
         y = y.clone()
         dist.all_reduce(y, group=group)
         return y
@@ -108,8 +108,8 @@ class NaiveRowLinear(nn.Module):
 class NaiveParallelMLP(nn.Module):
     """The MLP with both matrices cut by column, and both results gathered.
 
-    Every rank computes 1/N. But the first result is 4C wide, and is gathered only to be
-    multiplied with columns again; its gradient is as wide.
+    Every rank computes 1/N of both products. But the first result is 4C wide, and is
+    gathered only to be multiplied by columns again; its gradient is as wide.
     """
 
     def __init__(self, full: nn.Module, group: Group = None) -> None:

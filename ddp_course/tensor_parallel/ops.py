@@ -2,12 +2,12 @@
 
 A tensor of a parallel layer is in one of three states on the ranks of a group:
 
-    replicated   every rank has the whole of it, the same numbers
-    cut          every rank has a part of it, along one dimension
+    replicated   every rank has the whole tensor, with the same numbers
+    cut          every rank has a part of the tensor, along one dimension
     a summand    every rank has a tensor of its full shape; only their sum has a meaning
 
 Each operation leads from one state to another, and backward leads the gradient back by
-the transposed map. So they come in pairs, of which each is the backward of the other:
+the transposed map. So the operations come in pairs; each is the other's backward:
 
     forward                                          its backward is
     copy_to_group      replicated -> replicated      reduce_from_group     (`layers`)
@@ -17,20 +17,20 @@ the transposed map. So they come in pairs, of which each is the backward of the 
     gather_sequence    cut -> replicated             scatter_sequence
     scatter_sequence   summand -> cut                gather_sequence
 
-The two gathers do the same in forward. They differ in what is computed with the result:
-after `gather_from_group` the same on all ranks, so that all have the same gradient, and
-each takes its part; after `gather_sequence` each computes something of its own, so that
+The two gathers do the same in forward. They differ in what the ranks compute with the
+result. After `gather_from_group` all compute the same, so all have the same gradient,
+and each takes its part. After `gather_sequence` each computes something of its own, so
 the gradients are summands.
 
 Sequence parallelism: between two parallel regions every rank would compute the same
 norm, residual and dropout of all tokens, and keep the same activations for backward.
-Instead each has its T/tp tokens of the sequence; the regions are entered by
+Instead each rank has its T/tp tokens of the sequence; the regions are entered by
 `gather_sequence` and left by `scatter_sequence`, which together send what one
-all-reduce does. Parameters there are whole on all ranks, but each rank uses them for
-its own tokens only: so their gradients are summed over the group (`OwnTokensLayer`).
-That is easily forgotten, and nothing but the numbers shows it. These gradients are
-small, and a short message takes as long as a longer one: so one all-reduce sums those
-of a whole model (`summed_together`).
+all-reduce does. Parameters between the regions are whole on all ranks, but each rank
+uses them for its own tokens only: so their gradients are summed over the group
+(`OwnTokensLayer`). This sum is easily forgotten, and only wrong numbers show that it
+is missing. These gradients are small, and a short message takes as long as a longer
+one: so one all-reduce sums those of a whole model (`summed_together`).
 
 megatron/core/tensor_parallel/mappings.py; Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", section 4.2.2. Chapter 09.
@@ -89,7 +89,7 @@ def _reduce_scatter(group: MessageExchange, x: Tensor, dim: int) -> Tensor:
 def split_to_group(x: Tensor, dim: int, group: Group = None) -> Tensor:
     """Return this rank's part of `x` along `dim`; in backward, join the gradients.
 
-    Nothing is sent in forward. ValueError if the parts would not be equally long.
+    Nothing is sent in forward. Raises ValueError if the parts would differ in length.
     """
     return Exchanged.apply(x, exchange_of(group), dim, _own_part, _all_gather)
 
@@ -111,7 +111,8 @@ def scatter_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
     """Return this rank's part, along `dim`, of the sum of all ranks' `x`.
 
     (B, T, C) -> (B, T/tp, C). A reduce-scatter; its backward is an all-gather. The two
-    together send what one all-reduce does. ValueError if `dim` cannot be cut equally.
+    together send what one all-reduce does. Raises ValueError if `dim` cannot be cut
+    equally.
     """
     return Exchanged.apply(x, exchange_of(group), dim, _reduce_scatter, _all_gather)
 
@@ -122,7 +123,7 @@ def scatter_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
 def copy_all_to_group(tensors: Sequence[Tensor], group: Group = None) -> list[Tensor]:
     """Return `tensors`; in backward, sum all their gradients in one all-reduce.
 
-    The all-reduce begins when the gradients of all of them are complete.
+    The all-reduce begins when the gradients of all tensors are complete.
     """
     joined = copy_to_group(torch.cat([t.flatten() for t in tensors]), group)
     parts = joined.split([t.numel() for t in tensors])
@@ -133,7 +134,7 @@ class OwnTokensLayer(ParallelLayer):
     """A layer with whole parameters that each rank uses for its own tokens only.
 
     Attributes:
-        copies: copies of these parameters, in a `summed_together` block.
+        copies: copies of the whole parameters, in a `summed_together` block.
     """
 
     copies: Sequence[Tensor] = ()
@@ -143,7 +144,7 @@ class OwnTokensLayer(ParallelLayer):
         return [self.weight, self.bias]
 
     def summed(self) -> Sequence[Tensor]:
-        """Return these parameters; in backward, their gradients are summed."""
+        """Return the whole parameters; in backward, sum their gradients."""
         return self.copies or copy_all_to_group(self.whole_parameters(), self.group)
 
 
@@ -151,15 +152,15 @@ class OwnTokensLayer(ParallelLayer):
 def summed_together(model: nn.Module, group: Group = None) -> Iterator[None]:
     """Sum the gradients of all `OwnTokensLayer`s in `model` in one all-reduce.
 
-    Runs a forward in the block. The all-reduce follows when backward has reached the
+    Run one forward in the block. The all-reduce follows when backward has reached the
     first of the layers. A layer that stage 3 gathers only while it computes is left
     out: it sums its own gradients.
     """
     layers = [m for m in model.modules() if isinstance(m, OwnTokensLayer)]
     layers = [m for m in layers if all(map(torch.is_tensor, m.whole_parameters()))]
     wholes = [layer.whole_parameters() for layer in layers]
-    all_of_them = [p for whole in wholes for p in whole]
-    copies = iter(copy_all_to_group(all_of_them, group) if all_of_them else ())
+    parameters = [p for whole in wholes for p in whole]
+    copies = iter(copy_all_to_group(parameters, group) if parameters else ())
     for layer, whole in zip(layers, wholes, strict=True):
         layer.copies = [next(copies) for _ in whole]
     try:

@@ -1,17 +1,16 @@
 """Random numbers in a parallel region: different on each rank, and repeatable.
 
 Outside of parallel regions all ranks compute the same, so a dropout there must draw the
-same mask on all of them: they have the same seed, and nothing is to be done. Inside,
-each rank has columns (or heads, or tokens) of its own. With the same seed, rank 1 would
-drop the columns of its part that rank 0 drops of its own: the masks of what is one
-tensor would repeat themselves.
+same mask on all of them: they have the same seed, and that is enough. Inside, each
+rank has columns (or heads, or tokens) of its own. With the same seed, all ranks would
+drop the same columns of their parts: the mask of the whole tensor would repeat itself.
 
     with parallel_rng(group):
         x = F.dropout(x, 0.1, training)
 
-The numbers inside depend on the rank and on the generator's state outside, which moves
-on by one number, on all ranks alike. So there is no other state to save: whoever
-restores the generator's state, as recomputation does, gets the same masks again.
+The numbers inside depend on the rank and on the generator's state outside, which
+advances by one number, on all ranks alike. So there is no other state to save: code
+that restores the generator's state, as recomputation does, gets the same masks again.
 (Megatron-LM keeps a second generator, `get_cuda_rng_tracker().fork()` in
 megatron/core/tensor_parallel/random.py, whose state recomputation has to put back,
 too.) Chapter 09.

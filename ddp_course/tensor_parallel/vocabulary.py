@@ -1,4 +1,4 @@
-"""The vocabulary is cut: an embedding, and a loss of logits that are never gathered.
+"""A cut vocabulary: an embedding, and a loss from logits that are never gathered.
 
 The first and the last matrix of a language model have a row for each of V tokens. Each
 rank has V/tp of them. The head is a `ColumnParallelLinear`, which leaves the logits cut
@@ -23,15 +23,16 @@ from ddp_course.tensor_parallel.ops import scatter_sequence
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """An embedding with some of the rows on each rank: () -> (C,).
+    """An embedding with some of the rows on each rank: (B, T) -> (B, T, C).
 
-    Every rank looks its own tokens up and has zeros for the others'; the sum is the
-    whole. In backward each rank gets the gradients of its own rows, without a message.
+    Every rank looks up its own tokens, and has zeros for the others; the sum over the
+    ranks has every token's row. In backward each rank gets the gradients of its own
+    rows, without a message.
 
     Args:
         full: the `nn.Embedding` of V tokens.
         group: the ranks that share it.
-        sequence_parallel: (B, T) -> (B, T/tp, C), not (B, T, C).
+        sequence_parallel: whether to return this rank's part, (B, T/tp, C).
 
     Raises ValueError for an embedding with options (padding_idx, max_norm, ...).
     """
@@ -50,7 +51,7 @@ class VocabParallelEmbedding(ParallelLayer):
             raise ValueError(f"{full} has options; only a plain embedding can be cut")
         super().__init__(full, group)
         self.sequence_parallel = sequence_parallel
-        self.first = self.group.rank * self.weight.shape[0]  # the first own token
+        self.first = self.group.rank * self.weight.shape[0]  # this rank's first token
 
     def forward(self, idx: Tensor) -> Tensor:
         """Embed this rank's tokens, and sum over the ranks."""
@@ -58,8 +59,8 @@ class VocabParallelEmbedding(ParallelLayer):
         elsewhere = (row < 0) | (row >= self.weight.shape[0])
         found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)  # (B, T, C)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        leave = scatter_sequence if self.sequence_parallel else reduce_from_group
-        return leave(found, self.group)
+        add_up = scatter_sequence if self.sequence_parallel else reduce_from_group
+        return add_up(found, self.group)
 
 
 def vocab_parallel_cross_entropy(
