@@ -145,10 +145,9 @@ def needs_whole_batch(module: nn.Module) -> str | None:
 class MeanLoss:
     """A loss function that is tested in its first calls: is it a mean over the rows?
 
-    The losses of two sets of rows are compared with that of both sets together: rows
-    and the same rows halved, which detects a sum or a square root; rows and those of
-    the previous call, which detects targets that are left out or weighted. Raises
-    ValueError if the loss is no mean.
+    The loss of two sets of rows is compared with that of both together: rows and the
+    same rows halved, which detects a sum or a square root; rows and those of the
+    previous call, which detects weighted targets. Raises ValueError if it is no mean.
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -5,13 +5,13 @@ part keeps that order. Over gloo it
 
     posts     each receive AHEAD actions before the action that needs it, so that the
               message arrives while this rank computes
-    sends     without waiting, unless UNDER_WAY sends to the same rank are unfinished;
-              it keeps the memory until the message has left
+    sends     without waiting, if fewer than UNDER_WAY messages to the same rank are
+              unfinished; it keeps the memory until the message has left
     receives  by waiting until the message has arrived
 
-NCCL runs the messages between two ranks one after the other, in the order of the calls.
-So with NCCL a receive, too, is posted at its place in the program, where the order is
-the same on both ranks. Chapters 10 and 11.
+NCCL runs the messages between two ranks in the order of the calls. So with NCCL a
+receive, too, is posted at its place in the program, which is the same on both ranks.
+Chapters 10 and 11.
 """
 
 from bisect import bisect_left

@@ -92,9 +92,8 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
     however slow some ranks are. Without `fused`, each message is posted by itself, and
     received just before it is needed; `check` finds out whether that can work.
 
-    A result that is needed on its own rank is not sent. With `fused`, raises
-    ScheduleError if the ranks would wait for ever. Source: PyTorch's `_add_send_recv`.
-    Chapter 11.
+    A result that stays on its rank is not sent. With `fused`, raises ScheduleError if
+    the ranks would wait for ever. Source: PyTorch's `_add_send_recv`. Chapter 11.
     """
     if not fused:
         ranks = range(schedule.num_ranks)

@@ -207,10 +207,7 @@ def check_counts(**counts: int) -> None:
 def at_most(
     limit: int, forwards: Sequence[Action], backwards: Sequence[Action]
 ) -> list[Action]:
-    """Return a row of actions: each is the next forward, or else the next backward.
-
-    A forward comes next while fewer than `limit` microbatches are in flight.
-    """
+    """Return a row: forwards first, with at most `limit` microbatches in flight."""
     row: list[Action] = []
     b = 0  # number of backwards in the row
     while b < len(backwards):

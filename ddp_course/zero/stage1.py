@@ -10,10 +10,9 @@ multiples of the parameters' bytes:
     naive              all-reduce gradients, broadcast parameters  3 (N - 1) / N
     stage 1            reduce-scatter, all-gather                  2 (N - 1) / N
 
-So stage 1 saves memory without sending more than data parallelism. An all-reduce *is* a
-reduce-scatter and an all-gather; here the optimizer steps in between. Read also
-`shards` (which rank owns which elements) and `mechanisms.engine`, which launches a
-bucket when its last gradient is ready. Chapter 07.
+So stage 1 saves memory without sending more. An all-reduce *is* a reduce-scatter and an
+all-gather; here the optimizer steps in between. Read also `shards` (which rank owns
+which elements) and `mechanisms.engine`, which launches full buckets. Chapter 07.
 """
 
 from collections.abc import Callable, Iterable

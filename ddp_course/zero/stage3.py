@@ -69,11 +69,10 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         compute   with the current unit; then free it
 
     Any elementwise optimizer (SGD, AdamW, ...) can step `parameters()`, also in groups
-    by name. They are vectors, this rank's pieces, and so are their mean gradients: a
-    norm that you compute from them is that of this rank's pieces only. If only some
-    ranks have a gradient for a parameter, it counts as zero on the others; if no rank
-    has one, the parameter is not changed. Each rank keeps its own buffers; the whole
-    state has those of the first rank.
+    by name. They are vectors, this rank's pieces, with mean gradients; a norm that you
+    compute from these is that of this rank's pieces only. A gradient that is missing on
+    some ranks counts as zero there; a parameter without a gradient on any rank is not
+    changed. Each rank keeps its own buffers; the whole state has the first rank's.
 
     Args:
         module: the whole model, on the CPU or on this rank's GPU.

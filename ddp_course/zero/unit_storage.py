@@ -335,9 +335,8 @@ class ShardedError(RuntimeError):
 class Freed:
     """A placeholder in a module for a parameter that is not gathered.
 
-    Computing with a tensor of 0 bytes would crash the process, and computing with a
-    piece would give nonsense. Any use of a Freed raises an error that names the
-    parameter.
+    Computing with a tensor of 0 bytes would crash the process, and a piece would give
+    nonsense. Any use of a Freed raises an error that names the parameter.
     """
 
     name: str
