@@ -138,8 +138,7 @@ def _replicate(function: Callable) -> dict[str, Any]:
     places = {name: tensor.data_ptr() for name, tensor in before.items()}
     trainable = _trainable(model)
     facts = _watch(function, model)
-    facts["learns"] = _trainable(model) == trainable and torch.is_grad_enabled()
-    torch.set_grad_enabled(True)
+    facts["learns"] = _trainable(model) == trainable
     now = model.tensors()
     wrong = [name for name in wanted if not torch.equal(now[name], wanted[name])]
     moved = [

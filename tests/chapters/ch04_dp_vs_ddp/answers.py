@@ -137,7 +137,7 @@ ANSWERS = answers(
         states = => model.zero_grad(); states =
     left_in_eval_mode: can no longer be trained as before
         states = => model.eval(); states =
-    records_nothing_more: can no longer be trained as before
+    records_nothing_more: leaves a setting of the whole process changed
     sends_the_first_model_again: tensors wrong
         states = [*model.parameters(), *model.buffers()]
         for dtype in dict.fromkeys(state.dtype for state in states):
