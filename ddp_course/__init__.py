@@ -13,11 +13,11 @@ import sys
 __version__ = "0.1.0"
 
 if "DDP_COURSE_FORK_SERVER" in os.environ:
-    gc.disable()  # imports create no garbage; collecting takes a sixth of their time
+    gc.disable()  # imports create no garbage, and collecting takes 1/6 of their time
 
 
 def get_ready() -> None:
-    """Start the helper process, except in a rank of torchrun, which launches none."""
+    """Start the helper process, except in a torchrun rank, which launches no ranks."""
     from ddp_course.launch import warm
     from ddp_course.launch.torchrun import under_torchrun
 

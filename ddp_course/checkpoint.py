@@ -47,7 +47,7 @@ class Checkpoints:
     Args:
         folder: created if it does not exist; with None, nothing is written or read.
         every: steps from one checkpoint to the next.
-        model: the plain module whose parameters `optimizer` changes. If they are
+        model: the plain module whose parameters `optimizer` changes. If parameters are
             sharded: any object that returns the full `state_dict` on rank 0.
         optimizer: the optimizer, or an object that returns its full state on rank 0.
         settings: plain values, by name, that a run must share with the checkpoint that
@@ -57,7 +57,7 @@ class Checkpoints:
         background: let a thread of rank 0 write a copy of the state while training goes
             on. An error is then raised by the next save that is due.
 
-    `load` and then `save`, after every step, are called by all ranks.
+    All ranks call `load` once, and then `save` after every step.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Checkpoints:
             return []
         if newest > steps:
             raise CheckpointError(
-                f"the newest checkpoint in {self.folder} is of step {newest}, and this "
-                f"run is to end after {steps}; take more steps, or another folder"
+                f"the newest checkpoint in {self.folder} is of step {newest}, but this "
+                f"run ends after step {steps}; take more steps, or another folder"
             )
         reads = _rank() == holder
         state = agreed(
@@ -122,10 +122,10 @@ class Checkpoints:
     def save(self, losses: list[float], last: bool = False) -> None:
         """Write a checkpoint if one is due after this step, or if it is the last.
 
-        After the last one, no thread writes any more. If rank 0 cannot write, it raises
-        CheckpointError; the other ranks then find it gone, as after any failure. It
-        also raises if another run has written into the folder since this run loaded:
-        each would overwrite the other's checkpoints.
+        With `last`, the checkpoint is on the disk when this returns, even if a thread
+        writes it. Rank 0 raises CheckpointError if it cannot write, or if another run
+        has written into the folder since this run loaded: each run would overwrite the
+        other's checkpoints. The other ranks then see rank 0 exit, as after any failure.
         """
         due = last or len(losses) % self.every == 0
         if self.folder is None or not due:
@@ -155,7 +155,7 @@ class Checkpoints:
             self.known.add(len(losses))
             for old in self._found()[: -self.keep]:
                 old.unlink(missing_ok=True)
-        except (OSError, RuntimeError) as error:  # torch.save's, if the disk is full
+        except (OSError, RuntimeError) as error:  # torch.save on a full disk raises it
             raise CheckpointError(f"cannot write a checkpoint: {error}") from None
 
     def _path(self, step: int) -> Path:

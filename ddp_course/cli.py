@@ -49,8 +49,8 @@ def main(argv: list[str] | None = None) -> int:
             top.print_help()
             code = 0
         else:
-            # Let PyTorch's idle threads sleep, in notebook kernels too, not spin: when
-            # other processes shared two cores, spinning made a step take 6 s, not 0.3.
+            # Let PyTorch's idle threads sleep, not spin, in notebook kernels too. When
+            # other processes shared two cores, a step took 6 s with spinning, not 0.3.
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")
             args.before(args)
             command = import_module(f"ddp_course.commands.{args.module}").command
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 what = "start fewer ranks, or raise the limit, `ulimit -n 4096`"
             error = f"{what}: {error.strerror}"
-            with suppress(OSError, ValueError):  # else Python flushes once more at exit
+            with suppress(OSError, ValueError):  # else Python's flush at exit fails too
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         tell(error)
         return 1
@@ -89,17 +89,18 @@ def _is_the_users(error: Exception) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """A parser whose error messages are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and where help is found, and exit with code 2."""
+        """Print the message and the command that shows help; exit with code 2."""
         tell(f"{message} (see `{self.prog} --help`)")
         sys.exit(2)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; refuse unknown arguments here, so that the error names the command.
 
-        argparse takes -7e9 and -7b for options, unlike -7; here they are values.
+        argparse would read -7e9 and -7b as options, but -7 as a value. Here all three
+        are values.
         """
         words = [*(sys.argv[1:] if args is None else args)]
         for k in range(len(words) - 1, 0, -1):
@@ -117,12 +118,12 @@ class Parser(argparse.ArgumentParser):
         if default is not None and each.name != "dp":
             how["help"] = f"{about} (default: {default})"
         if each.name == "dp":
-            how["help"] = f"{about} (default: all that the other axes leave)"
+            how["help"] = f"{about} (default: all ranks that the other axes leave)"
         if choices := each.metadata["choices"]:
             read = type(next(iter(choices)))
             how |= {"choices": tuple(choices), "type": read}
             if "zero_bubble" in choices:
-                how["type"] = lambda text: text.replace("-", "_")  # zero-bubble, too
+                how["type"] = lambda text: text.replace("-", "_")  # accept zero-bubble
         elif not each.type.startswith("str"):
             how |= {"type": _number(each), "metavar": "N"}
         else:
@@ -210,7 +211,7 @@ def _lab(add: Callable[..., Parser]) -> None:
     _flags(
         lab,
         here="open the course itself and not a copy, as its authors do",
-        no_browser="print the address, open no browser",
+        no_browser="print the address, but open no browser",
     )
     lab.numbers(
         port=(
@@ -260,7 +261,7 @@ def _train(add: Callable[..., Parser]) -> None:
     stages = {str(stage): about for stage, about in spec.ZERO.items()}
     train = add(
         "train",
-        "train the course's GPT, on one process or many, divided in any way",
+        "train the course's GPT in one process or many, with any parallelism",
         "ddp-course train --ranks 4",
         "ddp-course train --zero 3 --ranks 4",
         "ddp-course train --dp 2 --tp 2 --pp 2 --zero 1",
@@ -294,7 +295,8 @@ def _notebooks(add: Callable[..., Parser]) -> None:
         module="author",
     )
     what = notebooks.add_mutually_exclusive_group(required=True)
-    _flags(what, save="execute and store", check="name what the rules forbid")
+    check = "list stored cells that break the rules"
+    _flags(what, save="execute and store", check=check)
     about = "a number such as 00, or a path (default: all)"
     notebooks.add_argument("chapters", nargs="*", metavar="CHAPTER", help=about)
     notebooks.set_defaults(before=_check_chapters)
@@ -317,7 +319,7 @@ def _site(add: Callable[..., Parser]) -> None:
 def _doctor(add: Callable[..., Parser]) -> None:
     doctor = add(
         "doctor",
-        "say what this machine has, and prove that ranks run on it",
+        "describe this machine, and prove that ranks run on it",
         "ddp-course doctor",
         "ddp-course doctor --report",
     )
@@ -365,22 +367,22 @@ def _plan(add: Callable[..., Parser]) -> None:
     )
     model = plan.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=spec.MODELS, help="a known model")
-    about = "number of parameters, as 7.5e9, 7.5b or 350m; none of them in experts"
+    about = "number of parameters, such as 7.5e9, 7.5b or 350m; without experts"
     model.add_argument("--parameters", "--params", type=_many, metavar="N", help=about)
     _flags(
         model,
         accelerators="print the data sheets of all accelerators",
-        anchors="print published training runs beside what is predicted of them",
+        anchors="print published training runs beside the predictions for them",
     )
     many = _whole(10**9)
-    about = "the accelerator: then layouts are predicted, and sorted by a step's time"
+    about = "the accelerator; adds each layout's predicted step time, and sorts by it"
     plan.add_argument("--gpu", choices=tuple(ACCELERATORS), help=about)
     plan.numbers(
-        layers=(many, None, "number of layers; with --hidden, activations count, too"),
+        layers=(many, None, "number of layers; with --hidden, counts activations, too"),
         hidden=(many, None, "width of a layer"),
         heads=(many, None, "attention heads of a layer (default: hidden / 64)"),
         sequence=(many, None, "tokens of a row (default: 2048)"),
-        vocab=(many, None, "words of the vocabulary (default: 50257)"),
+        vocab=(many, None, "tokens of the vocabulary (default: 50257)"),
         gpus=(many, 8, "number of GPUs, all data parallel"),
         memory=(
             _positive,
@@ -391,22 +393,26 @@ def _plan(add: Callable[..., Parser]) -> None:
         bandwidth=(
             _positive,
             None,
-            "without --gpu: GB/s that a GPU sends: adds a column of seconds",
+            "without --gpu: GB/s that a GPU can send; adds a column of seconds",
         ),
-        node=(many, None, "with --gpu: GPUs in a node (default: as it is sold)"),
+        node=(many, None, "with --gpu: GPUs in a node (default: as they are sold)"),
         network=(
             _positive,
             None,
-            "with --gpu: GB/s that a GPU sends to other nodes (default: 50)",
+            "with --gpu: GB/s that a GPU can send to other nodes (default: 50)",
         ),
         step_tokens=(
             _many,
             None,
             "with --gpu: tokens of a step on all GPUs (default: 4m)",
         ),
-        tokens=(_many, None, "with --gpu: tokens of the training: days, energy, cost"),
+        tokens=(
+            _many,
+            None,
+            "with --gpu: tokens of the whole training; adds days, energy and cost",
+        ),
         price=(_positive, None, "with --gpu: price of a GPU-hour, in any currency"),
-        top=(_whole(1000), None, "with --gpu: how many are printed (default: 10)"),
+        top=(_whole(1000), None, "with --gpu: layouts to print (default: 10)"),
     )
     about = "the optimizer (default: %(default)s)"
     plan.add_argument(
@@ -414,12 +420,12 @@ def _plan(add: Callable[..., Parser]) -> None:
     )
     about = (
         "number formats; see below (default: mixed; with --gpu mixed-fp32-gradients, "
-        "with which predictions were held against published training runs)"
+        "the one in which predictions were compared with published training runs)"
     )
     plan.add_argument("--precision", choices=tuple(spec.PLANNED), help=about)
-    about = "activations that are recomputed (default: none; with --gpu all are tried)"
+    about = "activations to recompute (default: none; with --gpu, try all choices)"
     plan.add_argument("--recompute", choices=spec.RECOMPUTE, help=about)
-    _flags(plan, scores="attention is not fused: its scores are kept")
+    _flags(plan, scores="attention is not fused: its scores are kept for backward")
     _files(plan, json="write the rows to this file")
 
 
@@ -488,7 +494,7 @@ def _many(text: str) -> int:
     return round(value)
 
 
-_TIMEOUT = (_whole(10**6), 600, "end a cell after so many seconds")
+_TIMEOUT = (_whole(10**6), 600, "stop a cell after this many seconds")
 
 
 if __name__ == "__main__":

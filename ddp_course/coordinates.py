@@ -1,7 +1,7 @@
 """A mesh: every rank has a coordinate on each axis.
 
-With two kinds of parallelism at once, four ranks are a table. Here rows are replicas
-(dp, other rows of the batch), and the ranks of one row share one model (tp):
+With two kinds of parallelism at once, four ranks form a table. Each of its lines is a
+replica, with its own part of the batch (dp); the ranks in a line share one model (tp):
 
                tp 0  tp 1        groups along tp:  (0, 1) (2, 3)
         dp 0      0     1        groups along dp:  (0, 2) (1, 3)
@@ -9,9 +9,9 @@ With two kinds of parallelism at once, four ranks are a table. Here rows are rep
 
 Each rank is in one group of each axis: rank 2 computes with rank 3, and averages its
 gradients with rank 0. The last axis is the fastest: its ranks are neighbours, on one
-node as long as nodes are large enough. So the axis that talks most comes last: dp, pp,
-tp (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", section 3.5).
+node as long as nodes are large enough. So the axis that communicates most comes last:
+dp, pp, tp (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM", section 3.5).
 
 `Mesh` is plain data and needs no process; `mesh.make_groups` creates the process
 groups. PyTorch's `DeviceMesh` (torch/distributed/device_mesh.py) combines the two and
@@ -33,7 +33,7 @@ class Mesh:
         axes: the names, slowest first.
         shape: the number of ranks along each axis.
 
-    Raises ValueError for a mesh without axes, an axis whose name is no Python
+    Raises ValueError for a mesh without axes, an axis whose name is not a Python
     identifier, or a size below 1.
     """
 
@@ -74,7 +74,7 @@ class Mesh:
         return {axis: found[axis] for axis in self.axes}
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return all groups along `axes`: ranks that differ in these coordinates alone.
+        """Return all groups along `axes`: ranks that differ only in these coordinates.
 
         A group along several axes, `groups("dp", "cp")`, has as many ranks as the
         product of their sizes. The groups are ordered by their first ranks.

@@ -3,8 +3,8 @@
 Every machine that runs this course has them, so nothing is downloaded. The model reads
 them character by character. The vocabulary has 96 symbols: newline and the 95 printable
 ASCII characters. Any other character, a tab included, becomes "?": one character is
-always one token. Another version of Python has slightly other source files: the numbers
-of the loss differ from one version to the next.
+always one token. Another version of Python has slightly different source files, so
+losses differ a little from one version to the next.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Corpus:
 
         Rows start at random places of the "train" or the "validation" part. The result
         depends on the arguments alone: it is the same on every rank and in every run.
-        Raises ValueError, naming the value and what is allowed.
+        Raises ValueError, which says what is allowed, for an argument out of range.
         """
         for name, value, least in (
             ("step", step, 0),
@@ -121,7 +121,8 @@ def shard(batch: Tensor, rank: int, world_size: int) -> Tensor:
     """Return this rank's rows of `batch`: a view of 1/world_size of dim 0, in order.
 
     Rank 0 has the first rows; the shards of all ranks, one after another, are the
-    batch. Raises ValueError if the rows do not divide or there is no such rank.
+    batch. Raises ValueError if the rows cannot be divided equally, or if `rank` is not
+    0 to world_size - 1.
     """
     if not 0 <= rank < world_size:
         raise ValueError(

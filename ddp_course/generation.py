@@ -1,13 +1,13 @@
-"""Text from a GPT, and the keys and values that make its next character cheap.
+"""Generate text with a GPT; cached keys and values make the next character cheap.
 
 The next character needs the attention of one new position to all earlier ones. The
 earlier positions' keys and values do not change, since no position looks ahead. So a
 `KeyValueCache` keeps them, and a forward computes the new positions alone.
 
-The cache finds the attentions of the model that it is given, and knows nothing of
+The cache finds the attention layers in its model, so it needs to know nothing about
 ranks: a tensor-parallel model computes some heads on each rank, so each rank caches
-these heads; a pipeline's stage has some layers, so it caches those. `generate` is for
-one process and for tensor parallelism, `pipeline.decoding` for pipelines. Chapter 10.
+these heads; a pipeline's stage caches the layers that it has. `generate` is for one
+process and for tensor parallelism, `pipeline.decoding` for pipelines. Chapter 10.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class KeyValueCache:
 
     Attributes:
         length: the number of positions that are cached.
-        kept: for each attention its keys and values, each (B, H, length, D).
+        kept: for each attention layer its keys and values, each (B, H, length, D).
 
     Raises ValueError for a model that `context_parallel` has divided.
     """
@@ -57,7 +57,7 @@ class KeyValueCache:
         return y
 
     def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return the attention of new positions (B, H, T, D) to all up to each."""
+        """Attend from new positions (B, H, T, D) to themselves and all earlier ones."""
         if attention in self.kept:
             keys, values = self.kept[attention]
             k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
@@ -74,7 +74,7 @@ class KeyValueCache:
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Let attentions use the cache, and embeddings count positions on from it."""
+        """Let attention layers use the cache, and embeddings skip cached positions."""
         layers = list(self.model.modules())
         attentions = [layer for layer in layers if isinstance(layer, Attention)]
         shifted = [
@@ -88,7 +88,7 @@ class KeyValueCache:
             yield
         finally:
             for attention in attentions:
-                del attention.attend  # the class's own again
+                del attention.attend  # now it is the class's method again
             for hook in shifted:
                 hook.remove()
 

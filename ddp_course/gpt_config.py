@@ -52,7 +52,7 @@ class GPTConfig:
 
     @property
     def layer_costs(self) -> list[int]:
-        """The multiply-adds of each of `[embed, *blocks, head]` in forward.
+        """The multiply-adds of each layer, `[embed, *blocks, head]`, in forward.
 
         For one row of T tokens (the block size), C channels and V characters: the
         embedding only looks up and adds, which counts as 0; a block's matrices take
@@ -66,7 +66,7 @@ class GPTConfig:
         return [0, *[block] * self.n_layer, t * c * self.vocab_size]
 
     def indivisible(self, names: Sequence[str], ranks: int) -> str | None:
-        """Return why so many ranks cannot divide these fields equally, or None."""
+        """Return why `ranks` ranks cannot share these fields equally, or None."""
         sizes = {name: getattr(self, name) for name in names}
         for name, size in sizes.items():
             if size % ranks:
@@ -81,17 +81,17 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class MixtureConfig(GPTConfig):
-    """The numbers of a GPT that has a mixture of experts in place of each MLP.
+    """The sizes of a GPT that has a mixture of experts in place of each MLP.
 
     Attributes:
         experts: E, the number of MLPs in each block.
         experts_per_token: k, how many of them each token uses.
         capacity: an expert takes at most ceil(T k capacity / E) tokens of a sequence of
-            T; None: all that have chosen it.
+            T; None: all tokens that are routed to it.
         balance: the weight of the auxiliary loss of each block.
 
-    Both are defined for each sequence alone, so that they do not depend on how the rows
-    are divided among ranks and microbatches. Chapter 17.
+    Capacity and auxiliary loss are defined for each sequence alone, so that they do not
+    depend on how the rows are divided among ranks and microbatches. Chapter 17.
     """
 
     experts: int = 8
@@ -120,14 +120,14 @@ class MixtureConfig(GPTConfig):
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters: E - 1 MLPs of 8C² + 5C more in each block."""
+        """The number of parameters; a block has E MLPs (8C² + 5C) and a router (EC)."""
         c, more = self.d_model, self.experts - 1
-        each = more * (8 * c * c + 5 * c) + self.experts * c  # and the router
+        each = more * (8 * c * c + 5 * c) + self.experts * c  # the last is the router's
         return super().num_parameters + self.n_layer * each
 
     @property
     def layer_costs(self) -> list[int]:
-        """The multiply-adds of each layer: of a block's MLPs each token uses k."""
+        """The multiply-adds of each layer; in a block, those of k MLPs and a router."""
         t, c, k = self.block_size, self.d_model, self.experts_per_token
         more = t * c * (8 * c * (k - 1) + self.experts)
         first, *blocks, last = super().layer_costs
@@ -139,7 +139,7 @@ def check_dense(config: GPTConfig) -> None:
     if isinstance(config, MixtureConfig):
         raise ValueError(
             f"experts is {config.experts}, and this formula is for a GPT without "
-            "experts; theory.mixture_cost and theory.dispatch_volume know them"
+            "experts; for experts, see theory.mixture_cost and theory.dispatch_volume"
         )
 
 

@@ -25,7 +25,7 @@ def check_kind(kind: str) -> None:
 class Ledger(Mapping[str, int]):
     """Bytes by kind: a mapping with all of `KINDS`, in order, that prints as a table.
 
-    Ledgers, and a ledger and a dict, are equal if all their numbers are. Raises
+    A ledger equals another ledger, or a dict, with the same kinds and numbers. Raises
     ValueError for an unknown kind or a negative number. Chapter 06.
     """
 

@@ -34,15 +34,15 @@ class Axes:
         return axis in self.mesh.axes
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """Return the group of the ranks along `axes`, this one included.
+        """Return the group of the ranks along `axes`, this rank included.
 
-        A group along several axes exists if `make_groups` was asked for it.
+        Raises ValueError for several axes that were not passed to `make_groups`.
         """
         self.mesh.check_axes(*axes)
         key = axes if len(axes) > 1 else axes[0]
         if key not in self.process_groups:
             raise ValueError(
-                f"there is no group along {' and '.join(axes)} together; name them to "
+                f"there is no group along {' and '.join(axes)} together; pass them to "
                 f"make_groups(mesh, {axes})"
             )
         return self.process_groups[key]
@@ -65,13 +65,13 @@ def make_groups(mesh: Mesh, *together: tuple[str, ...]) -> Axes:
     """Create the process groups of all axes; all ranks of the job call it together.
 
     Each tuple in `together`, such as ("dp", "cp"), names axes that get one more group.
-    Every rank creates every group, in the same order, also the groups that it is not
-    in: `new_group` requires it, and ranks would hang otherwise. A group of all ranks is
+    Every rank creates every group, in the same order, even groups that it is not in:
+    `new_group` requires this, and ranks would hang otherwise. A group of all ranks is
     not created; it is the default group. The groups last as long as the job, so call
     this once.
 
-    Raises ValueError, on all ranks, if the mesh has another number of ranks than the
-    job, or if the ranks passed different meshes. Does what
+    Raises ValueError, on all ranks, if the mesh and the job have different numbers of
+    ranks, or if the ranks passed different meshes. Does what
     torch.distributed.device_mesh.init_device_mesh does. Chapter 09.
     """
     if not dist.is_initialized():

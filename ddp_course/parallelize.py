@@ -119,7 +119,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> tuple[HasState, HasState]:
     inner = _without_wrappers(model)
     if hasattr(optimizer, "whole_states"):
         return optimizer.whole_states(inner)
-    shards = hasattr(optimizer, "load_parts")  # it steps shards, as in ZeRO 1 and 2
+    shards = hasattr(optimizer, "load_parts")  # ZeRO 1 and 2: optimizer of shards
     if not isinstance(inner, DividedModule):
         if shards:
             state = partial(_consolidated, optimizer)

@@ -42,10 +42,10 @@ class Axis(NamedTuple):
         about: the help text of its option.
         room: the folder whose `axis.py` makes a model parallel along this axis; None
             for dp, where other fields of the layout choose the folder.
-        divides: the fields of GPTConfig that must be multiples of its ranks.
-        averaged: whether its ranks have other data, so that gradients are averaged
-            along it, too.
-        rows: whether these data are other rows of the batch.
+        divides: the fields of GPTConfig that must be multiples of its number of ranks.
+        averaged: whether its ranks have different data, so that gradients must be
+            averaged along this axis, too.
+        rows: whether these different data are different rows of the batch.
     """
 
     about: str
@@ -66,7 +66,7 @@ AXES = {
         rows=True,
     ),
     "ep": Axis(
-        "expert parallel: so many ranks of dp have different experts",
+        "expert parallel: ranks of dp with different experts",
         "experts",
         ("experts",),
         averaged=True,
@@ -232,11 +232,11 @@ class Training:
     experts_per_token: int = option(2, "with --experts: MLPs that a token uses")
     capacity: float | None = option(
         None,
-        "with --experts: tokens that an expert takes of each sequence, over the mean; "
-        "others are dropped (default: none are)",
+        "with --experts: most tokens of a sequence that an expert takes, as a multiple "
+        "of the mean; the rest are dropped (default: no limit)",
         above=0,
     )
-    balance: float = option(0.01, "with --experts: weight of its loss", least=0)
+    balance: float = option(0.01, "with --experts: balance loss's weight", least=0)
     clip: float | None = option(None, "clip each step's gradient to this norm", above=0)
     checkpoint: str | None = option(
         None, "save checkpoints in this folder; resume from the newest one in it"
@@ -248,16 +248,16 @@ class Training:
 
     @property
     def config(self) -> GPTConfig:
-        """The sizes of the model; raises ValueError for sizes that make none."""
+        """The sizes of the model; raises ValueError if no model can have them."""
         return self.with_experts(PRESETS[self.preset])
 
     def with_experts(self, config: GPTConfig) -> GPTConfig:
-        """Return these sizes with the experts that are asked for, if any are."""
+        """Return `config`, with experts if the options ask for experts."""
         names = ("experts", "experts_per_token", "capacity", "balance")
         if self.experts is None:
             for name in names:
                 if getattr(self, name) != getattr(Training, name):
-                    raise SpecError(f"{name} is of no use without experts", name)
+                    raise SpecError(f"{name} has no effect without experts", name)
             return config
         return MixtureConfig(
             **{each.name: getattr(config, each.name) for each in fields(GPTConfig)},
@@ -267,7 +267,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Layout:
-    """The options that say how the ranks share a training; `layout_for` sets `dp`.
+    """The options that say how ranks share a training run; `layout_for` sets `dp`.
 
     `zero` says what the ranks of dp shard. With zero 0 they average whole gradients,
     with the class that `data_parallel` names.
@@ -292,7 +292,7 @@ class Layout:
     schedule: str = option("1f1b", "with --pp: its schedule", SCHEDULES)
     microbatches: int = option(4, "with --pp: parts into which the batch is cut")
     attention: str = option(
-        "ring", "with --cp: who has which keys; see below", ATTENTION
+        "ring", "with --cp: how ranks get all keys; see below", ATTENTION
     )
     precision: str = option("fp32", "number formats; see below", PRECISIONS)
     compress: str | None = option(
@@ -328,9 +328,10 @@ class Layout:
 
     @property
     def mesh(self) -> Mesh:
-        """The axes with more than one rank; hybrid shards divide dp into two axes.
+        """The axes with more than one rank; hybrid sharding divides dp into two axes.
 
-        So do experts: ranks along edp have the same experts, those along ep others.
+        Experts divide dp, too: ranks along edp have the same experts, ranks along ep
+        have different ones.
         """
         sizes = self.sizes
         hybrid = {}
@@ -450,8 +451,8 @@ class Layout:
             if text := _beside_experts(self, config):
                 raise SpecError(text, "experts")
         elif self.ep > 1:
-            text = f"ep is {self.ep}, and the model has no experts; give experts"
-            raise SpecError(f"{text}, as 8, or leave ep out", "ep", "experts")
+            text = f"ep is {self.ep}, and the model has no experts; set experts, to 8"
+            raise SpecError(f"{text} for example, or leave ep out", "ep", "experts")
         for axis in self.model_axes:
             if text := config.indivisible(AXES[axis].divides, self.sizes[axis]):
                 raise SpecError(text, axis)
@@ -618,7 +619,7 @@ def _beside_zero(a: Layout) -> str | None:
     if a.zero and a.data_parallel != "ddp":
         return (
             f"data_parallel is {a.data_parallel!r} and zero is {a.zero}: ZeRO averages "
-            "gradients itself; give one of the two"
+            "gradients itself; set only one of the two"
         )
     if a.zero == 3 and a.pp > 1:
         return (

@@ -123,10 +123,10 @@ def train(
     limits the norm of the whole model's gradient. With a folder `checkpoint`, the run
     resumes from the newest checkpoint in it, and saves one after every `every` steps
     and at its end; with `save="async"` a thread writes it while training goes on. If a
-    rank of such a run gets SIGTERM, all save after the same step and return early
+    rank of such a run gets SIGTERM, all ranks save after the same step and return early
     (`History.stopped`). Rank 0 calls `on_step(steps done, loss)`. Every rank calls
-    `watched(model, optimizer)` once, and enters what it returns, a context manager, for
-    each step: in this way chapter 18 limits memory.
+    `watched(model, optimizer)` once, and enters the context manager that it returns for
+    each step: chapter 18 limits memory in this way.
 
     Raises ValueError, before any message is sent, for rows that cannot be shared
     equally, an option that does not exist, or processes of a cluster that have not
@@ -136,9 +136,9 @@ def train(
     together = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     my_device = device()
-    of_experts = experts, experts_per_token, capacity, balance
+    expert_options = experts, experts_per_token, capacity, balance
     asked = Training(
-        steps, batch_size, "1m", lr, seed, *of_experts, clip, None, every, save
+        steps, batch_size, "1m", lr, seed, *expert_options, clip, None, every, save
     )
     check_fields(asked)
     layout = layout_for(world_size, **layout_options)
@@ -215,7 +215,7 @@ def _step(
     else:
         with autocast(layout):
             _, loss = model(x, y)
-        loss = loss.mean()  # threads return a loss each
+        loss = loss.mean()  # each thread returns a loss
         scaler.scale(loss).backward()
     if layout.data_parallel == "average":
         average_gradients(model)
@@ -260,8 +260,8 @@ def checksum(state: dict[str, Tensor]) -> str:
 def largest_difference(state_a: dict[str, Tensor], state_b: dict[str, Tensor]) -> float:
     """Return the largest |a - b| over all numbers of two states with the same names.
 
-    It is nan if any of them is. Raises ValueError if a state is empty, or if names or
-    shapes differ.
+    The result is nan if any number is nan. Raises ValueError if a state is empty, or if
+    names or shapes differ.
     """
     if not state_a or not state_b:
         raise ValueError("a state is empty or None; call train(..., keep_state=True)")

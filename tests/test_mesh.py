@@ -192,6 +192,6 @@ def test_a_group_along_two_axes_is_pytorchs_flattened_mesh():
         assert seen == pytorchs
         assert seen[2] == [1010101, 10101010][rank % 2]
         missing, order, unequal = wrong
-        assert "no group along cp and tp together; name them to make_groups" in missing
+        assert "no group along cp and tp together; pass them to make_groups" in missing
         assert "axes are cp, dp; name one or more, in the order of the mesh" in order
         assert "(('dp', 'cp'),) on ranks 1, 3, 5, 7" in unequal

@@ -16,11 +16,11 @@
     precision       a training step in 16 bits, ours beside PyTorch's
     interval        time lost to saves and failures, at several intervals
     killed          ranks that are killed at random, and continue from checkpoints
-    predict         a step of twenty layouts, beside what is predicted of it
+    predict         a step of twenty layouts, beside its predicted time and memory
     emulated        ranks with a memory limit, a slow chip and slow links
     compression     a training step that sends gradients in fewer bytes
     launch          `spawn` beside `torch.multiprocessing.spawn`
-    launch_process  one of the two, in its own process
+    launch_process  one of these two launchers, in its own process
 
 A bench is a module here with ABOUT, a sentence; PAIRS, its comparisons; and
 `bench(quick)`, which yields rows. To add a bench, add a file: it is found by its

@@ -1,10 +1,10 @@
 """Every all-reduce of the course beside gloo's own, in one run, for many sizes.
 
-In its turn each is called several times without a pause, as nccl-tests do; a time is
-the mean of these calls. Also measured are gloo a second time, which shows the noise;
-gloo with its threads scheduled as by our own collectives (`collectives.patience`); and
-two limits: the speed at which a rank copies memory while all do, and the speed at which
-two ranks send over loopback. Chapter 03.
+In its turn, each algorithm is called several times without a pause, as in nccl-tests; a
+time is the mean of these calls. Also measured are gloo a second time, which shows the
+noise; gloo with its threads scheduled as our collectives do (`collectives.patience`);
+and two limits: the speed at which a rank copies memory while all ranks do, and the
+speed at which one rank sends to another over loopback. Chapter 03.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ddp_course.bench.turns import Pair, Row, Timings, against, row, rows_of, sl
 from ddp_course.collectives import patience, shared_memory
 from ddp_course.theory import bus_factor
 
-ABOUT = "Every all-reduce, all-gather and reduce-scatter of the course over gloo's."
+ABOUT = "Each all-reduce, all-gather and reduce-scatter of the course beside gloo's."
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = dict.fromkeys((4 * KIB, 64 * KIB, MIB, 4 * MIB), 20)
 SIZES |= {16 * MIB: 15, 64 * MIB: 10}
 QUICK = {4 * KIB: 5, MIB: 5, 16 * MIB: 3}
-CALLED = 8 * MIB  # bytes; small tensors are reduced repeatedly up to this sum
+CALLED = 8 * MIB  # bytes to reduce in a turn; calls are repeated, at most 20 times
 # PyTorch's functions, under their names in this version.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 P2P = ("naive", "tree", "halving_doubling", "ring")
 OURS = "shared_memory", "registered", "chosen"
 LIMITED = tuple(  # pairs (algorithm, the limit that it is compared with)
-    Pair(ours, limit, title=f"{ours} over {limit}", over="the bandwidth that there is")
+    Pair(ours, limit, title=f"{ours} over {limit}", over="the machine's bandwidth")
     for ours, limit in (("ring", "loopback"), ("registered", "memory"))
 )
 PAIRS = (
@@ -63,7 +63,7 @@ def bench(quick: bool) -> Iterator[Row]:
 def rows_of_size(
     ranks: int, nbytes: int, timings: list[Timings], limits: dict[str, float]
 ) -> Iterator[Row]:
-    """Yield the rows of one size: seconds, and the bandwidth beside its limits."""
+    """Yield the rows of one size: seconds, and bandwidths beside their limits."""
     size = f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
     case = f"{ranks} ranks, {size}"
     where = {"ranks": ranks, "nbytes": nbytes}
@@ -123,7 +123,7 @@ def patiently(function: Callable, tensor: torch.Tensor) -> None:
 
 
 def memory_bandwidth() -> float:
-    """Return the bytes per second that this rank copies while all ranks do."""
+    """Return the bytes per second that this rank copies while all ranks copy."""
     source, target = torch.zeros(16 * MIB), torch.zeros(16 * MIB)
     return source.nbytes / _median_of(5, lambda: target.copy_(source))
 

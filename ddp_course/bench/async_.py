@@ -2,7 +2,7 @@
 
 Workers sleep instead of computing, and one of them four times as long (1 to 8 times, if
 not quick): the seconds per gradient are compared with the formula. Then a worker pulls
-16 MiB of weights and pushes as many gradients; this is compared with bare `send` and
+16 MiB of weights and pushes 16 MiB of gradients; this is compared with bare `send` and
 `recv`, and with PyTorch's `torch.distributed.rpc`, if available. Chapter 13.
 """
 
@@ -33,7 +33,7 @@ from ddp_course.parameter_server import (
 )
 from ddp_course.theory import gradients_per_second
 
-ABOUT = "A parameter server over the formula, and over bare messages."
+ABOUT = "A parameter server beside its formulas, and beside bare messages."
 FORMULA, BARE = "formula", "send, recv"
 WAYS = {"synchronous": SYNCHRONOUS, "asynchronous": ASYNCHRONOUS}
 WAYS |= {"bounded": bounded(2), "backup": backup(1)}
@@ -57,7 +57,7 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
-    """Yield a row per rule and one for the gain; the slowest worker takes `turns`."""
+    """Yield a row per rule and one for the gain, from `turns` steps of the slowest."""
     times = [SECONDS] * (WORKERS - 1) + [SECONDS * slower]
     predicted, measured = {}, {}
     for way, rule in WAYS.items():
@@ -76,7 +76,7 @@ def per_gradient(record: Record, bound: float) -> float:
     """Return seconds per gradient, from the first pull to the last step.
 
     For bounded workers the time begins with the slowest worker's second gradient and
-    ends with its last one: before that, the others get ahead.
+    ends with its last one: before that, the other workers get ahead.
     """
     steps = record.of("step")
     if bound < math.inf:
@@ -90,7 +90,7 @@ def per_gradient(record: Record, bound: float) -> float:
 
 
 def straggle(rule: object, count: int, slower: int) -> Record | None:
-    """Train nothing: workers wait, the last one longer; return the server's record."""
+    """Run workers that sleep, the last one longer; return the server's record."""
     weight, rank = nn.Parameter(torch.zeros(8)), dist.get_rank()
     if rank == 0:
         sgd = torch.optim.SGD([weight], lr=0.0)
@@ -103,7 +103,7 @@ def straggle(rule: object, count: int, slower: int) -> Record | None:
 
 
 def pull_and_push(turns: int, numel: int = NUMEL) -> Timings:
-    """Measure pull and push of rank 1 from rank 0, in several ways; on both ranks."""
+    """Measure how rank 1 pulls from rank 0 and pushes, in several ways; on both."""
     ways = {BARE: bare(numel), "server": served(numel)}
     if rpc.is_available():
         ways["rpc"] = remote(numel)
@@ -111,22 +111,22 @@ def pull_and_push(turns: int, numel: int = NUMEL) -> Timings:
 
 
 def both(server: Callable[[], object], worker: Callable[[], object]) -> Callable:
-    """Return this rank's side; the server's side ends after the worker's."""
-    over = torch.zeros(1)
+    """Return this rank's function; rank 0's returns after rank 1's has ended."""
+    ended = torch.zeros(1)
 
     def server_side() -> None:
         server()
-        dist.recv(over, 1)
+        dist.recv(ended, 1)
 
     def worker_side() -> None:
         worker()
-        dist.send(over, 0)
+        dist.send(ended, 0)
 
     return server_side if dist.get_rank() == 0 else worker_side
 
 
 def bare(numel: int) -> Callable:
-    """Return a pull and a push by bare messages, and a step."""
+    """Return this rank's part of a pull, a push and a step by bare messages."""
     weight = nn.Parameter(torch.zeros(numel))
     gradient = weight.grad = torch.zeros(numel)
     weights, sgd = weight.detach(), torch.optim.SGD([weight], lr=0.1)
@@ -146,7 +146,7 @@ def bare(numel: int) -> Callable:
 def served(numel: int) -> Callable:
     """Return this rank's part of a pull, a push and a step of our parameter server."""
     weight = nn.Parameter(torch.zeros(numel))
-    group = dist.new_group()  # keeps its messages apart from others
+    group = dist.new_group()  # separates its messages from the bench's
     if dist.get_rank() == 0:
         sgd, stepped = torch.optim.SGD([weight], lr=0.1), threading.Semaphore(0)
         after_step = lambda version: stepped.release()  # noqa: E731
@@ -166,10 +166,10 @@ kept: dict[str, object] = {}  # the objects that rank 0 serves by rpc
 
 
 def remote(numel: int) -> Callable:
-    """Return a pull and a push by PyTorch's remote procedure calls, and a step."""
+    """Return this rank's part of a pull, a push and a step by PyTorch's rpc."""
     rank, weight = dist.get_rank(), nn.Parameter(torch.zeros(numel))
     kept.update(weight=weight, sgd=torch.optim.SGD([weight], lr=0.1))
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)  # serves from here on
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=2)  # starts serving calls
     gradient = torch.zeros(numel)
 
     def work() -> None:

@@ -2,9 +2,9 @@
 
 The first rows compare real computation with one process and with PyTorch's ring. Four
 ranks share two cores here, so they measure the cost of dividing, not its gain. In the
-other rows the steps of a ring sleep in proportion to their pairs, over emulated links:
-no core is the bottleneck, and the recorded events show whether messages are hidden and
-what zigzag gains. Chapter 16.
+other rows, a step of a ring sleeps in proportion to its pairs of query and key, and
+messages cross emulated links: no core is the bottleneck, and the recorded events show
+whether messages are hidden and what zigzag gains. Chapter 16.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ PAIRS = (
     Pair(ZIGZAG, PLAIN, 0.63, "zigzag", "a plain ring, waiting"),
 )
 RANKS, SHORT = 4, 256  # SHORT: tokens; computing is simulated by sleeping
-BACKWARD = 2.5  # backward's five products of matrices, over forward's two
-SHARES = (0.25, 0.5, 1.0)  # a message's time, over that of a forward step of zigzag
+BACKWARD = 2.5  # backward has five products of matrices, forward has two
+SHARES = (0.25, 0.5, 1.0)  # a message's time / the time of a forward step of zigzag
 
 
 def bench(quick: bool) -> Iterator[Row]:
@@ -65,7 +65,7 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def computing(length: int, turns: int) -> Timings:
-    """Return the seconds of each way, by turn; all ranks call it."""
+    """Return the seconds of each attention, by turn; all ranks call it."""
     n, rank = dist.get_world_size(), dist.get_rank()
     whole = drawn(length)
 
@@ -113,7 +113,7 @@ def once(attend: Callable[..., Tensor], parts: list[Tensor]) -> None:
 
 
 class Step(NamedTuple):
-    """The seconds of one rank's step, of its computing and of its sending."""
+    """The seconds of one rank's step; the seconds in it of computing and sending."""
 
     step: float
     compute: float
@@ -123,15 +123,16 @@ class Step(NamedTuple):
 def waiting(case: str, share: float, seconds: float, turns: int) -> Iterator[Row]:
     """Yield a zigzag step's ratios to its work and to a plain ring's step.
 
-    `seconds` pass for the pairs of c queries and c keys, c being a rank's tokens.
+    `seconds` is the time for the pairs of c queries and c keys, where a rank has c
+    tokens.
     """
     u = 2 * BATCH * HEADS * (SHORT // RANKS) * CHANNELS * 4  # bytes of a message
     links = Links(inside=Link(0.0, u / (share * seconds / 2)))
     run = partial(spawn, world_size=RANKS, links=links, device="cpu", output="none")
     results = run(waited_steps, seconds, turns, timeout=600)
     zigzag, plain = (
-        [Step(*map(max, zip(*ranks, strict=True))) for ranks in zip(*its, strict=True)]
-        for its in zip(*results, strict=True)
+        [Step(*map(max, zip(*turn, strict=True))) for turn in zip(*ranks, strict=True)]
+        for ranks in zip(*results, strict=True)
     )
     work = [max(one.compute, one.send) for one in zigzag]
     took = [one.step for one in zigzag]
@@ -147,9 +148,9 @@ def waited_steps(seconds: float, turns: int) -> tuple[list[Step], list[Step]]:
     """Return the steps of zigzag and of a plain ring, in turns; all ranks call it."""
     steps_of = {assignment: [] for assignment in ("zigzag", "contiguous")}
     for _ in range(turns):
-        for assignment, its in steps_of.items():
+        for assignment, found in steps_of.items():
             barrier()
-            its.append(measured(waited_step(assignment, seconds)))
+            found.append(measured(waited_step(assignment, seconds)))
     return tuple(steps_of.values())
 
 

@@ -2,10 +2,10 @@
 
 Four ranks with links of 100 MB/s each: a step waits for its bytes, and a compressor
 must save more of that wait than it computes. "Alone" sends nothing: no method can be
-faster. So a method is judged by the communication that it exposes, the time of its step
-without that of "alone". Local SGD and DiLoCo average after 8 steps, and a step is an
-eighth of that round. Then the same without slow links, where compression only costs
-time: our hooks beside PyTorch's, on the same DDP. Chapter 14.
+faster. So a method is judged by the communication that it exposes: the time of its step
+minus the time of a step of "alone". Local SGD and DiLoCo average after every 8 steps;
+the time of a step is an eighth of such a round. Then, without slow links, where
+compression only costs time, our hooks are compared with PyTorch's. Chapter 14.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def hooked(
     Compressed messages are so short that latency decides: a step is faster with fewer
     messages, though none is sent during backward. And with two buckets, PyTorch's
     PowerSGD starts collectives in gloo's threads in an order that may differ between
-    ranks: they hang, or abort.
+    ranks: the ranks then hang, or abort.
     """
     ddp = DistributedDataParallel(model, **ONE_BUCKET)
     ddp.register_comm_hook(state(), hook)
@@ -76,7 +76,7 @@ def our_ddp(model: nn.Module) -> steps.Parallelized:
 
 
 def meet_rarely(cls: type[LocalSGD], model: nn.Module) -> steps.Parallelized:
-    """Return the model, and an optimizer that averages after H steps."""
+    """Return the model, and an optimizer that averages after every H steps."""
     model, optimizer = steps.with_adamw(model)
     return model, cls(optimizer, model, H, all_reduce=ring_all_reduce)
 
@@ -116,7 +116,7 @@ PAIRS = (
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield the rows of both contests."""
+    """Yield the rows measured over slow links, then the rows measured without."""
     case = steps.Case(4, "1m", 128, 5 if quick else 20)
     seconds = steps.BUDGET[quick] / 2
     for variants, links in ((SLOW, LINKS), (FAST, None)):
@@ -149,7 +149,7 @@ def of_round(name: str, step: Contender) -> Contender:
 
 
 def mean_of_round(step: Contender) -> float:
-    """Run H steps; return the seconds of one."""
+    """Run H steps; return the mean seconds of a step."""
     start = time.perf_counter()
     for _ in range(H):
         step()

@@ -1,6 +1,6 @@
 """A training step under our DistributedDataParallel and under PyTorch's, in one run.
 
-All of them use the fused AdamW, PyTorch's fastest. Chapter 05.
+All variants use the fused AdamW, PyTorch's fastest. Chapter 05.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddp_course.bench import steps
 from ddp_course.bench.turns import against
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 
-ABOUT = "A training step under our DDP over one under PyTorch's."
+ABOUT = "A training step under our DDP beside one under PyTorch's."
 
 
 def torch_ddp(model: nn.Module, **options: bool) -> steps.Parallelized:

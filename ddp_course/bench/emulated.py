@@ -3,11 +3,11 @@
     watched = partial(EmulatedRank, limit=10e6, seconds=layer_seconds)
     train(steps, watched=watched, pp=4)
 
-The training is real: real messages, real memory, real losses. A layer takes as long as
-an imagined chip would need for it (`seconds`): what the rank really computed since the
-layer before counts, and the rest is slept. So eight ranks fit two cores. All messages
-go through this course's collectives, which byte meters count and emulated links delay.
-Chapter 18.
+The training is real: real messages, real memory, real losses. Only a layer's time is
+imagined: after a layer, the rank sleeps until it has used as many seconds as the
+imagined chip would need (`seconds`), its own CPU time included. So eight ranks fit on
+two cores. All messages go through this course's collectives, where byte meters count
+them and emulated links delay them. Chapter 18.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LimitedMemory(MemoryLog):
         return self
 
     def operated(self, name: str, inputs: Any, result: Any) -> None:
-        """Record an operation; raise OutOfMemory if its result has no room."""
+        """Record an operation; raise OutOfMemory if its result exceeds the limit."""
         super().operated(name, inputs, result)
         changes = self._storages.changes
         new = changes[self._counted :]
@@ -85,13 +85,13 @@ class EmulatedRank:
     """A context manager around each step of this rank's training.
 
     Args:
-        model, optimizer: what `train` steps.
+        model, optimizer: the model that `train` trains, and its optimizer.
         limit: bytes that the rank may keep.
-        seconds: called with the rows of a call; returns a layer's seconds of forward
-            and backward on the imagined chip. None: it computes as fast as it can.
-        logged: the number of the step in which memory is logged and limited: not the
-            first one, 0, in which optimizers create their states. Logging takes time,
-            so layers wait only in later steps.
+        seconds: takes a number of rows; returns a layer's seconds of forward and of
+            backward on the imagined chip. None: layers take the time that they take.
+        logged: the number of the step in which memory is logged and limited: not step
+            0, in which optimizers create their states. Logging takes time, so layers
+            wait only in later steps.
 
     Attributes:
         steps: a RankStep for each step so far.
@@ -135,11 +135,11 @@ class EmulatedRank:
 
 
 def kept_by(layout: Candidate, config: GPTConfig, rows: int) -> Ledger:
-    """Return what this rank keeps at the peak of the second step of a layout.
+    """Return the bytes that this rank keeps at the peak of a layout's second step.
 
-    The GPT is real, and so is every number that it computes; called by all ranks.
-    Without a pipeline, microbatches add up gradients that are averaged with the last
-    one. The first step, of short rows, creates the optimizer's states and the buckets.
+    All ranks call it, and really train the GPT. Without a pipeline, microbatches add up
+    gradients, which are averaged in the last one. The first step has short rows; it
+    creates the optimizer's states and the buckets.
     """
     parts = rows // (layout.dp * layout.microbatch)
     how = {"pp": layout.pp, "tp": layout.tp, "zero": layout.zero}
@@ -171,7 +171,7 @@ def kept_by(layout: Candidate, config: GPTConfig, rows: int) -> Ledger:
 
 
 def use_links(model: Any, module: nn.Module) -> None:
-    """Send a parallel model's all-reduces by this course's ring, over slow links."""
+    """Replace a parallel model's all-reduces by our ring, which slow links delay."""
     for each in (model, *module.modules()):
         engine, exchange = getattr(each, "engine", None), getattr(each, "group", None)
         if hasattr(getattr(engine, "reducer", None), "all_reduce"):
@@ -186,13 +186,13 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 class _Clock:
-    """A clock of the imagined chip; it only waits while it `runs`."""
+    """A clock of the imagined chip; `sleep` returns at once unless `runs` is True."""
 
     def __init__(self) -> None:
         self.last, self.runs = time.thread_time(), True
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for the rest of `seconds` that this thread has not computed."""
+        """Sleep for `seconds`, less this thread's CPU time since the last call."""
         computed = time.thread_time() - self.last
         if self.runs:
             time.sleep(max(0.0, seconds - max(0.0, computed)))
@@ -200,7 +200,7 @@ class _Clock:
 
 
 class _Wait:
-    """A forward hook that makes a layer take its time, forward and backward."""
+    """A forward hook that slows a layer down to the imagined chip's two times."""
 
     def __init__(self, clock: _Clock, seconds: Callable) -> None:
         self.clock, self.seconds = clock, seconds

@@ -1,10 +1,10 @@
 """Dispatch and combine of experts, compared with bare all-to-alls of the same bytes.
 
 Each of four ranks has tokens whose choices are equal, random, or half on one rank's
-experts. `dispatch` sorts the rows, exchanges counts, sends the rows, sorts those that
-arrive, sends them back, and sums them by weight; the bare all-to-alls send as many rows
-to each rank and back, from tensors that exist already. Experts compute nothing. Only
-forward is timed. Chapter 17.
+experts. `dispatch` sorts the rows, exchanges counts, sends the rows, sorts the rows
+that arrive, sends them back, and sums them by weight; the bare all-to-alls send as many
+rows to each rank and back, from tensors that exist already. Experts compute nothing.
+Only forward is timed. Chapter 17.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ddp_course.experts.balance import loads
 from ddp_course.experts.dispatch import TokenDispatcher, all_to_all_rows
 from ddp_course.experts.gathered import gather_rows, sum_for_owners
 
-ABOUT = "Dispatch and combine of experts, over two bare all-to-alls."
+ABOUT = "Dispatch and combine of experts, beside two bare all-to-alls."
 OURS, BARE, NAIVE = "dispatch", "all-to-alls", "gathered"
 PAIRS = (
     Pair(OURS, BARE, {16: 1.25, 64: 1.25}, "dispatch and combine", "two all-to-alls"),
@@ -30,7 +30,7 @@ RANKS, EXPERTS, CHOICES, CHANNELS = 4, 16, 2, 1024
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield rows for MiB that a rank sends one way, and for kinds of loads."""
+    """Yield rows for each size, in MiB that a rank sends, and each kind of loads."""
     for mib in (16,) if quick else (1, 16, 64):
         for kind in ("equal",) if quick else ("equal", "random", "half on one rank"):
             turns = 5 if quick else 9
@@ -52,7 +52,7 @@ def chosen_experts(tokens: int, kind: str, seed: int) -> torch.Tensor:
 
 
 def timed(mib: int, kind: str, turns: int) -> Timings:
-    """Return the seconds of each way, by turn; all ranks call it."""
+    """Return the seconds of each exchange, by turn; all ranks call it."""
     n, rank = dist.get_world_size(), dist.get_rank()
     tokens = mib * 2**20 // (4 * CHANNELS * CHOICES)
     chosen = chosen_experts(tokens, kind, rank)

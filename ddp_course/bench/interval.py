@@ -12,7 +12,7 @@ from ddp_course.bench.killed import MEAN, SAVE, killed_runs
 from ddp_course.bench.turns import Pair, Row, row
 from ddp_course.failures.interval import daly, expected_time
 
-ABOUT = "Lost time at the predicted checkpoint interval, beside the best one found."
+ABOUT = "Time lost at the predicted checkpoint interval, and at the best one found."
 PREDICTED, BEST = "predicted interval", "best interval found by running"
 MEASURED, EXPECTED = "measured", "expected"
 PAIRS = (
@@ -23,7 +23,7 @@ FACTORS = (1.0, 0.25, 0.5, 0.71, 1.41, 2.0, 4.0)  # times the predicted interval
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each interval, and one for the predicted beside the best."""
+    """Yield a row for each interval, and one of the predicted beside the best one."""
     failures = 4 if quick else 40
     predicted = daly(SAVE, MEAN)
     factors = FACTORS[:3] if quick else FACTORS

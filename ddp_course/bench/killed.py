@@ -1,9 +1,9 @@
 """Training on real ranks, one of which is killed at random times, again and again.
 
 Every attempt continues from the last checkpoint and ends when SIGKILL ends one rank,
-wherever it is: in a step or in a save. A step sleeps in place of computing, and a save
-lasts `SAVE` seconds, as if it were written to a slow disk; all-reduces, checkpoints and
-kills are real. Chapter 19.
+be it in a step or in a save. A step sleeps in place of computing, and a save lasts
+`SAVE` seconds, as if it were written to a slow disk; all-reduces, checkpoints and kills
+are real. Chapter 19.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ddp_course.launch import spawn
 
-STEP, SAVE, MEAN = 0.004, 0.015, 0.3  # seconds; MEAN: between two failures
+STEP, SAVE, MEAN = 0.004, 0.015, 0.3  # seconds; MEAN: mean time between failures
 WIDTH, ROWS, RANKS = 8, 4, 2
 
 
@@ -66,7 +66,7 @@ def gradient(weights: Tensor, step: int, rank: int) -> Tensor:
 def run_until_killed(folder: str, interval: float, rank: int, seconds: float) -> None:
     """Train on this rank, and save after each `interval` seconds of work.
 
-    `rank` is killed after `seconds`; the others fail when they miss it.
+    `rank` is killed after `seconds`; the other ranks then fail in their all-reduce.
     """
     own, path = dist.get_rank(), Path(folder, "checkpoint.pt")
     progress = load(path)
@@ -96,7 +96,7 @@ def load(path: Path) -> Progress:
 
 
 def save(progress: Progress, path: Path) -> None:
-    """Write a checkpoint in `SAVE` seconds; it replaces the last one when complete."""
+    """Write a checkpoint in `SAVE` seconds; once complete, it replaces the last one."""
     start = time.perf_counter()
     torch.save(vars(progress), path.with_suffix(".part"))
     time.sleep(max(0.0, SAVE - (time.perf_counter() - start)))
@@ -123,8 +123,8 @@ def killed_runs(
     """
     dice = Random(seed)
     times = times_to_failure(failures, MEAN, dice)
-    with TemporaryDirectory() as above:
-        folders = {interval: tempfile.mkdtemp(dir=above) for interval in intervals}
+    with TemporaryDirectory() as parent:
+        folders = {interval: tempfile.mkdtemp(dir=parent) for interval in intervals}
         for seconds in times:
             victim = dice.randrange(RANKS)
             for interval, folder in folders.items():
@@ -146,7 +146,7 @@ def run_once(folder: str, interval: float, victim: int, seconds: float) -> None:
 
 
 def undisturbed(steps: int) -> Tensor:
-    """Return the weights after so many steps of the same training in one process."""
+    """Return the weights after `steps` steps of the same training in one process."""
     weights = torch.zeros(WIDTH)
     for step in range(steps):
         mean = torch.zeros(WIDTH)

@@ -21,7 +21,7 @@ from ddp_course.bench.turns import Contender, Pair, Row, in_turns, row
 from ddp_course.launch import LaunchError
 from ddp_course.launch.rendezvous import loopback_interface
 
-ABOUT = "A launch of ranks by our `spawn` over one by `torch.multiprocessing.spawn`."
+ABOUT = "A launch of ranks by our `spawn`, and by `torch.multiprocessing.spawn`."
 SCRIPT = Path(__file__).with_name("launch_process.py")
 CASES = {
     "all_reduce": "process group, one all_reduce",
@@ -35,7 +35,7 @@ PAIRS = (Pair("spawn", "torch.multiprocessing.spawn"),)
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row for each case and number of ranks, and one for the first launch."""
     with LaunchProcess("ours") as ours, LaunchProcess("theirs") as theirs:
-        ours.launch("step", 4)  # warm, as for the second launch of a notebook
+        ours.launch("step", 4)  # warm-up: a notebook's later launches are measured
         for ranks, turns in ({2: 1, 4: 1} if quick else TURNS).items():
             for case, words in CASES.items():
                 both = (partial(p.launch, case, ranks) for p in (ours, theirs))
@@ -72,7 +72,7 @@ class LaunchProcess(subprocess.Popen):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C must not reach it; it ends with its input
+            start_new_session=True,  # keeps Ctrl-C away; it ends when its input closes
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()},
         )

@@ -4,8 +4,8 @@
 
 reads lines such as `step 4`, launches 4 ranks that each run `step`, and prints two
 numbers: the seconds of this launch, and the seconds since the first import below. It
-runs as a script, so that "theirs" imports nothing of this course, as a user's own
-script.
+runs as a script, so that "theirs" imports no module of this course, like a script of a
+user of PyTorch.
 """
 
 # ruff: noqa: E402

@@ -1,9 +1,9 @@
 """Priority compared with our DDP on slow links, and the gain that a simulation finds.
 
-Both use four ranks and a ring over links of 100 MB/s. Layers that wait for given times
-show the order alone; the GPT computes, which takes different times on every rank. The
-simulation uses the times of the first steps (`planned`): a step by the order over a
-step that waits for all. Chapter 15.
+Both use four ranks and a ring over links of 100 MB/s. Layers that sleep for fixed times
+show the effect of the order alone; the GPT computes, which takes different times on
+every rank. The simulation uses the times of the first steps (`planned`): its gain is
+the time of a step by priority over that of a step that waits for all. Chapter 15.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.model import GPT, build_gpt
 
-ABOUT = "A step by priority over a step of our DDP, on links of 100 MB/s."
+ABOUT = "A step by priority beside a step of our DDP, on links of 100 MB/s."
 DDP, GAIN, SIMULATED = "ddp", "gain", "simulated"
 RANKS, LINKS = 4, Links(inside=Link(0.0, 100e6))
 PIECE = 1 << 20
@@ -42,7 +42,7 @@ POLICIES: dict[str, Policy] = {
 }
 GAINS = {n: Pair(f"{GAIN}, {n}", SIMULATED, 1.05) for n in ("whole layers", "pieces")}
 PAIRS = (*against(DDP, dict.fromkeys(POLICIES)), *GAINS.values())
-LAYERS = [(0.03, 0.05, 4 << 20)] * 6  # each is sent in 63 ms
+LAYERS = [(0.03, 0.05, 4 << 20)] * 6  # a layer's gradient is all-reduced in 63 ms
 CASES: dict[str, Callable[[], nn.Module]] = {
     "layers that wait": partial(SleepingStack, LAYERS),
     "GPT 1m": partial(build_gpt, "1m"),
@@ -87,9 +87,8 @@ def side_by_side(
         own = ScheduledDataParallel(model, optimizer, policy, layers=layers, **how)
         scheduled[name] = own
         ways[name] = stepping(own, own.step, batch_of(model))
-    timings = steps.together(
-        ways, turns, 60.0, 1, warm=6
-    )  # after these steps the order is planned
+    # The order is planned during the six warm-up steps.
+    timings = steps.together(ways, turns, 60.0, 1, warm=6)
     gains = {}
     for name, own in scheduled.items():
         own.finish()
@@ -101,7 +100,7 @@ def side_by_side(
 def batch_of(model: nn.Module) -> tuple[Tensor, ...]:
     """Return the model's arguments: for a GPT two rows of tokens, and their targets.
 
-    They are the same on all ranks: no time depends on the numbers.
+    All ranks get the same arguments, since no time depends on their values.
     """
     if not isinstance(model, GPT):
         return (torch.ones(1),)

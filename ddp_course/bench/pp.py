@@ -1,12 +1,12 @@
 """A training step under our pipeline and PyTorch's, in one run; and their bubbles.
 
-All ranks work on one batch of 8 microbatches; `tokens` are those of a microbatch.
-PyTorch's schedules have the same stages.
+All ranks work on one batch of 8 microbatches; `tokens` is the number of tokens in a
+microbatch. PyTorch's schedules have the same stages.
 
-Then the idle share of each schedule, with layers that wait instead of computing (30 ms
-per rank in each of F, I and W), so that four ranks on two cores do not slow each other
-(`pipeline.SleepingLayer`): ours beside PyTorch's, and beside the simulated schedule
-(`pipeline.simulate_schedule`). Chapters 10 and 11.
+Then the idle share of each schedule is measured, ours beside PyTorch's and beside the
+simulated schedule's (`pipeline.simulate_schedule`). Its layers sleep instead of
+computing (30 ms per rank in each of F, I and W; `pipeline.SleepingLayer`), so that four
+ranks on two cores do not slow each other. Chapters 10 and 11.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ddp_course.pipeline import (
     simulate_schedule,
 )
 
-ABOUT = "A training step under our pipeline over one under PyTorch's; their bubbles."
+ABOUT = "A training step under our pipeline and under PyTorch's, and their bubbles."
 MICROBATCHES = 8
 WAIT = 0.03  # seconds of F, of I and of W on each rank
 
@@ -47,14 +47,14 @@ THEIRS: dict[str, type] = {
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
 if torch.__version__ < "2.13":
-    del THEIRS["zero_bubble"]  # its W raises there
+    del THEIRS["zero_bubble"]  # its W raises an error in these versions
 
 
 # ---- the variants ----------------------------------------------------------------
 
 
 def our_pipeline(model: nn.Module, schedule: str) -> steps.Parallelized:
-    """Return our pipeline, and an optimizer of this rank's part."""
+    """Return our pipeline, and an optimizer of this rank's stages."""
     pipeline = PipelineParallel(model, schedule, MICROBATCHES)
     return stepping(pipeline, pipeline.step)
 
@@ -155,9 +155,9 @@ def bench(quick: bool) -> Iterator[Row]:
 class WaitingForBoth(nn.Module):
     """A layer that waits like `SleepingLayer`, with a backward that PyTorch can split.
 
-    PyTorch cuts autograd's graph where the paths to inputs and to weights part. So one
-    function on the path to the input waits in F and I, another on the path to the
-    weight in W.
+    PyTorch cuts autograd's graph where the paths to inputs and to weights part. So
+    `forward` waits in F, a function on the path to the input in I, and a function on
+    the path to the weight in W.
     """
 
     def __init__(self, seconds: float) -> None:

@@ -18,11 +18,11 @@ from ddp_course.bench import steps
 from ddp_course.bench.turns import against
 from ddp_course.precision import Autocast, GradScaler
 
-ABOUT = "A training step in 16 bits, ours over PyTorch's."
+ABOUT = "A training step in 16 bits, ours beside PyTorch's."
 
 
 class Rounded(nn.Module):
-    """A module in a context, with a scaled loss; also its own optimizer."""
+    """A module that runs in a context and scales its loss; also its own optimizer."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Rounded(nn.Module):
         self.optimizer = steps.with_adamw(model)[1]
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[None, Tensor]:
-        """Return no logits, and the loss."""
+        """Return None in place of logits, and the scaled loss."""
         with self.context():
             _, loss = self.module(x, y)
         return None, self.scaler.scale(loss)
@@ -55,7 +55,7 @@ def with_precision(
     context: Callable[[], AbstractContextManager] = nullcontext,
     scaler: Callable[[], Any] | None = None,
 ) -> tuple[nn.Module, Any]:
-    """Return the model in some precision, and its optimizer."""
+    """Return the model, whose forward runs in `context()`, and its optimizer."""
     rounded = Rounded(model, context, scaler() if scaler else GradScaler(enabled=False))
     return rounded, rounded
 

@@ -1,9 +1,9 @@
-"""A step of many layouts on real ranks, beside what `planning` predicts of it.
+"""A step of many layouts on real ranks, beside the step that `planning` predicts.
 
-Messages are real, over emulated links between two nodes; in place of computing a rank
-sleeps as long as `planning.layer_seconds` says. So eight ranks fit two cores, and what
-is measured is how waits, messages, bubbles and overlap add up: the part of a prediction
-that is not a data sheet. Chapter 18.
+Messages are real, over emulated links within and between two nodes; in place of
+computing, a rank sleeps as long as `planning.layer_seconds` says. So eight ranks fit on
+two cores, and the bench tests how waits, messages, bubbles and overlap add up: the part
+of a prediction that no data sheet gives. Chapter 18.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from ddp_course.planning.step_time import (
 )
 from ddp_course.planning.workload import Workload
 
-ABOUT = "A step of twenty layouts over emulated links, beside what is predicted of it."
+ABOUT = "A step of twenty layouts over emulated links, beside the predicted step."
 MEASURED, PREDICTED = "measured", "predicted"
-MEDIAN, ONE = "median of the ratios", "a prediction that is exact"
+MEDIAN, ONE = "median of the ratios", "an exact prediction"
 KEPT, FORESEEN = "kept by the rank that keeps most", "predicted memory"
-WRONG, DRAWS = "other three fastest, by over 10 %", "draws of eight layouts"
-INEXACT, EQUAL = "other order of the three", 0.10
+WRONG, DRAWS = "three fastest wrong, by over 10 %", "draws of eight layouts"
+INEXACT, EQUAL = "order of the three not exact", 0.10
 PAIRS = (
     Pair(MEASURED, PREDICTED, 1.25, MEASURED, "predicted from FLOPs, bytes and links"),
     Pair(MEDIAN, ONE, 1.10),
@@ -61,7 +61,7 @@ SOFTWARE = Software(
 )
 CONFIG = GPTConfig(64, 512, n_layer=8, n_head=8, d_model=128, tied=True)
 GPT = Workload.of_gpt(CONFIG, rows=16)
-FLOAT32 = replace(SOFTWARE, precision="fp32")  # steps that compute
+FLOAT32 = replace(SOFTWARE, precision="fp32")  # for the real steps of `kept`
 INSIDE, BETWEEN = 50e6, 8e6  # bytes/s
 # A chip that computes 12 GFLOP/s and never waits for its memory: one step of the GPT on
 # one rank takes 9.5 s.
@@ -83,7 +83,7 @@ def cluster_here() -> Cluster:
 def latency() -> float:
     """Return the seconds of a message of a few bytes, in a ring of four.
 
-    Measured on one node at a time, as few ranks send at the same moment in a step.
+    One node measures at a time, since few ranks of a step send at the same moment.
     """
     axes, found = make_groups(Mesh({"dp": 2, "tp": 4})), []
     for turn in range(60):
@@ -128,7 +128,7 @@ def layouts() -> list[Candidate]:
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield each layout's time and memory, the median ratio, and their ranking."""
+    """Yield each layout's time and memory, the median ratio, and wrong rankings."""
     chosen = layouts()[::4] if quick else layouts()
     turns = 1 if quick else 3
     run = partial(spawn, nnodes=2, nproc_per_node=4, links=LINKS, output="none")
@@ -136,18 +136,18 @@ def bench(quick: bool) -> Iterator[Row]:
     steps = [run(dry_steps, chosen, timeout=600) for _ in range(turns)]
     times, foreseen = [], []
     for k, layout in enumerate(chosen):
-        its = [took([rank[k] for rank in ranks]) for ranks in steps]
-        times.append(statistics.median(its))
+        measured = [took([rank[k] for rank in ranks]) for ranks in steps]
+        times.append(statistics.median(measured))
         foreseen.append(predict(GPT, cluster, layout, SOFTWARE).seconds)
         case = f"{layout}, {layout.microbatch} rows"
         yield row(case, PAIRS[0], "seconds", times[-1], foreseen[-1], turns=turns)
     ratio = statistics.median(a / b for a, b in zip(times, foreseen, strict=True))
     yield row(f"{len(chosen)} layouts", PAIRS[1], "ratio", ratio, 1.0, turns=turns)
     memory = run(kept, chosen, timeout=900)
-    for layout, *its in zip(chosen, *memory, strict=True):
+    for layout, *by_rank in zip(chosen, *memory, strict=True):
         foreseen_bytes = predict(GPT, cluster, layout, FLOAT32).ledger.total
         case = f"{layout}, {layout.microbatch} rows"
-        yield row(case, PAIRS[2], "bytes", max(its), foreseen_bytes)
+        yield row(case, PAIRS[2], "bytes", max(by_rank), foreseen_bytes)
     if not quick:
         for pair, equal in ((PAIRS[3], EQUAL), (PAIRS[4], 0.0)):
             wrong = wrong_draws(times, foreseen, equal)
@@ -162,9 +162,9 @@ def wrong_draws(
 ) -> int:
     """Return in how many draws of eight layouts the three fastest are predicted wrong.
 
-    A draw is wrong if one of the predicted three took longer than a layout that should
-    have come after it, by more than the share `equal` of its time. With 0 their order
-    has to be exact.
+    A draw is wrong if one of the three layouts that are predicted fastest took longer
+    than a layout that is predicted to be slower, by more than the share `equal` of the
+    latter's time. With `equal=0` the order of the three has to be exact.
     """
     dice, wrong = random.Random(0), 0
     for _ in range(draws):
@@ -201,7 +201,7 @@ class _Rank:
         return self.axes.index("pp") == self.c.pp - 1
 
     def step(self) -> list[Event]:
-        """Run 1F1B: fill, one forward and one backward in turn, drain; and average."""
+        """Run 1F1B (fill, forward and backward in turn, drain), and average."""
         buckets, sent = Queue(), []
         averaging = threading.Thread(target=self.average, args=(buckets,))
         averaging.start()
@@ -227,7 +227,7 @@ class _Rank:
         return self.send(1, self.last)
 
     def run_backward(self, buckets: Queue | None) -> list:
-        """Receive a gradient, compute, hand on the buckets, and send."""
+        """Receive a gradient, compute, queue each layer's bucket, and send."""
         self.receive(1, self.last)
         if self.tail:
             self.wait("backward", self.tail)
@@ -235,11 +235,11 @@ class _Rank:
         return self.send(-1, self.first)
 
     def compute(self, op: str, seconds: float, buckets: Queue | None = None) -> None:
-        """Wait for each layer's two halves, and all-reduce behind each."""
-        halves = 2 if op == "forward" or self.c.recompute == "none" else 3
+        """Sleep for each part of each layer; with tp, all-reduce after each part."""
+        parts = 2 if op == "forward" or self.c.recompute == "none" else 3
         for _ in range(self.layers):
-            for _ in range(halves):
-                self.wait(op, seconds / halves)
+            for _ in range(parts):
+                self.wait(op, seconds / parts)
                 if self.c.tp > 1:
                     with self.log.span("all_reduce", lane="communication"):
                         around_the_ring(self.hidden, self.axes.group("tp"))
@@ -255,24 +255,24 @@ class _Rank:
         return torch.zeros(int(GPT.block) // self.c.tp, dtype=torch.bfloat16)
 
     def average(self, buckets: Queue) -> None:
-        """All-reduce buckets along dp, in a thread, as they come."""
+        """All-reduce buckets along dp, in a thread, as they enter the queue."""
         while (bucket := buckets.get()) is not None:
             if self.c.dp > 1:
                 with self.log.span("average", lane="communication"):
                     around_the_ring(bucket, self.axes.group("dp"))
 
-    def receive(self, where: int, none: bool) -> None:
-        if not none:
+    def receive(self, where: int, at_end: bool) -> None:
+        if not at_end:
             arrived = torch.empty_like(self.hidden)
             self.pipeline.receive(arrived, self.pipeline.rank + where).wait()
 
-    def send(self, where: int, none: bool) -> list:
-        if none:
+    def send(self, where: int, at_end: bool) -> list:
+        if at_end:
             return []
         return [self.pipeline.send(self.hidden.clone(), self.pipeline.rank + where)]
 
 
 def took(ranks: Sequence[Sequence[Event]]) -> float:
-    """Return the seconds from the first rank's start to the last one's end."""
+    """Return the seconds from the first rank's start to the last rank's end."""
     steps = [event for events in ranks for event in events if event.op == "step"]
     return max(e.end for e in steps) - min(e.start for e in steps)

@@ -39,7 +39,7 @@ def with_adamw(model: nn.Module) -> Parallelized:
 def during_step(
     parallelized: Parallelized, context: Callable[[], object]
 ) -> Parallelized:
-    """Open `context()` when forward begins, and close it when the optimizer does."""
+    """Open `context()` when forward begins, and close it before the optimizer steps."""
     (model, optimizer), stack = parallelized, ExitStack()
     enter = lambda *_: stack.enter_context(context()) and None  # noqa: E731
     model.register_forward_pre_hook(enter, prepend=True)
@@ -50,7 +50,7 @@ def during_step(
 def patiently(model: nn.Module, make: Variant) -> Parallelized:
     """Return a variant whose steps use `patience`, as this course's collectives do.
 
-    Compared with the variant itself, it shows how much of the course's gain that is.
+    Compared with the plain variant, it shows how much of our gain is due to `patience`.
     """
     threads = threads_of(meeting())
     return during_step(make(model), lambda: patient(threads))
@@ -86,7 +86,7 @@ class Case(NamedTuple):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of the case in a row."""
+        """The fields by which a row names the case."""
         return {"ranks": self.ranks, "preset": self.preset, "tokens": self.tokens}
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ def measure(
     seconds: float,
     as_one: Callable[[str, Contender], Contender] = lambda name, step: step,
 ) -> Timings:
-    """Return seconds per step by variant and turn, and the CPU used, on every rank.
+    """Return seconds per step by variant and turn, and CPU use; all ranks call it.
 
     `as_one(name, step)` returns the function that is measured for a variant.
     """
@@ -153,11 +153,11 @@ def together(
     repeat: int | None = None,
     warm: int = 0,
 ) -> Timings:
-    """Measure in turns that begin at the same time on all ranks, which call this.
+    """Measure in turns that begin at the same time on all ranks; all ranks call it.
 
     Each contender is first called `warm` times. The measurement ends early after
     about `seconds` on rank 0's clock. By default the first contender's time on rank 0
-    decides how often each is repeated in a turn.
+    decides how often every contender is repeated in a turn.
     """
     for call in contenders.values():
         for _ in range(warm):
@@ -165,10 +165,10 @@ def together(
     end = time.perf_counter() + seconds
     if repeat is None:
         one = in_turns(dict([*contenders.items()][:1]), 1)[0].popitem()[1][0]
-        repeat = max(1, min(8, round(_of_rank_0(TURN / one))))
+        repeat = max(1, min(8, round(_from_rank_0(TURN / one))))
 
     def go_on() -> bool:
-        return _of_rank_0(float(time.perf_counter() < end)) == 1
+        return _from_rank_0(float(time.perf_counter() < end)) == 1
 
     def meet() -> None:
         meeting().agree("begin")  # a barrier of microseconds
@@ -176,7 +176,7 @@ def together(
     return in_turns(contenders, turns, repeat, meet=meet, go_on=go_on)
 
 
-def _of_rank_0(number: float) -> float:
+def _from_rank_0(number: float) -> float:
     value = torch.tensor(number)
     dist.broadcast(value, 0)
     return value.item()

@@ -1,6 +1,7 @@
 """The rows of a bench as a table: a line for each case, a column for each comparison.
 
-Above it the compared variants, below it the required ratios and whether they were met.
+Above the table stands what was compared; below it, the required ratios and whether they
+were met.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
     """Return the lines to print for a bench, each of at most `WIDTH` characters."""
     text = textwrap.wrap(
         f"{about} In a table 'over X', a column with a unit holds X's own values. The "
-        "others are ratios: what the column's variant takes, divided by what X takes, "
-        "the median of several turns. 0.8 means: 20 % less than X.",
+        "other columns are ratios: what the column's variant takes, divided by what X "
+        "takes, the median of several turns. 0.8 means: 20 % less than X.",
         WIDTH,
     )
     panels = grouped(pairs, rows)
@@ -35,8 +36,8 @@ def lines(about: str, pairs: Iterable[Pair], rows: Rows) -> list[str]:
     loud = max((row.get("others", 0.0) for row in rows), default=0.0)
     if loud > LOUD:
         text += textwrap.wrap(
-            f"Other programs took up to {loud:.0%} of the machine meanwhile: such times"
-            " say little. Measure again when it is quiet.",
+            f"Meanwhile, other programs took up to {loud:.0%} of the machine: these "
+            "times say little. Measure again when the machine is quiet.",
             WIDTH,
         )
     return text
@@ -66,7 +67,7 @@ def ratio_of(row: Mapping[str, Any]) -> float:
 
 
 def title_of(pair: Pair) -> str:
-    """Return the head of a column: the variant, without the words of both names."""
+    """Return a column's head: the variant, without words that `beside` has, too."""
     own, other = pair.variant.split(), pair.beside.split()
     shared = own[:-1] == other[:-1] or own[: len(other)] == other
     return pair.title or (own[-1] if shared else pair.variant).replace("_", " ")

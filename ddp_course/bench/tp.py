@@ -27,7 +27,7 @@ from ddp_course.bench.turns import Pair, against
 from ddp_course.model import GPT
 from ddp_course.tensor_parallel import tensor_parallel
 
-ABOUT = "A training step under our tensor parallelism over one under PyTorch's DTensor."
+ABOUT = "A training step under our tensor parallelism beside PyTorch's DTensor."
 
 
 # ---- PyTorch's -----------------------------------------------------------------------
@@ -64,7 +64,10 @@ def styles(model: GPT, gathers: bool, sequence: bool) -> dict[str, ParallelStyle
 def dtensor(
     model: GPT, best: bool = True, sequence: bool = False
 ) -> steps.Parallelized:
-    """Return the model cut by PyTorch, with its optimizer."""
+    """Return the model cut by PyTorch, with its optimizer.
+
+    `best` fuses AdamW and keeps logits sharded; `sequence` shards norms and residuals.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallel = parallelize_module(model, mesh, styles(model, not best, sequence))
     groups: dict[type, list[nn.Parameter]] = {}  # fused AdamW: one type per group
@@ -72,7 +75,7 @@ def dtensor(
         groups.setdefault(type(parameter.data), []).append(parameter)
     options = [{"params": group} for group in groups.values()]
     optimizer = AdamW(options, **steps.ADAMW | {"fused": best})
-    if best:  # from forward to the end of backward
+    if best:  # the context lasts from forward to the end of backward
         steps.during_step((parallel, optimizer), loss_parallel)
     return steps.OneBatch(parallel), optimizer
 
@@ -94,12 +97,12 @@ class IdleModel(nn.Module):
         self.parameter = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[None, Tensor]:
-        """Return a loss."""
+        """Return None in place of logits, and a loss."""
         return None, self.parameter * 1
 
 
 def one_rank_alone(model: GPT) -> steps.Parallelized:
-    """Return the whole model on rank 0, and an idle one on the others."""
+    """Return the whole model on rank 0, and an idle model on other ranks."""
     return steps.with_adamw(IdleModel() if dist.get_rank() > 0 else model)
 
 
@@ -108,7 +111,7 @@ VARIANTS: dict[str, steps.Variant] = {
     "DTensor again": partial(dtensor, best=False),  # shows the noise
     "DTensor best": dtensor,  # the fused AdamW; logits are not gathered
     "DTensor patient": partial(steps.patiently, make=dtensor),
-    "DTensor sequence": partial(dtensor, sequence=True),  # norms, residuals cut, too
+    "DTensor sequence": partial(dtensor, sequence=True),  # cuts norms and residuals
     "tp gloo": our_layers,
     "tp gloo sequence": partial(our_layers, sequence_parallel=True),
     "one rank alone": one_rank_alone,  # tensor parallelism has to be faster
@@ -123,7 +126,7 @@ PAIRS = (
     Pair(
         "tp gloo sequence",
         "tp gloo",
-        over="the same with sequences not cut",
+        over="the same with whole sequences",
         title="tp gloo",
     ),
     *against(BEST, {"one rank alone": None}),

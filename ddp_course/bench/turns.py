@@ -1,12 +1,12 @@
 """Measure any number of contenders in turns within one run, and compare them in rows.
 
 Machines are noisy: another program can take half of the cores for a minute, and a
-contender's caches and queues slow the next one. So all are measured in turns, each pair
-of turns in a new order and its mirror image, after a call that does not count. A time
-is that of the slowest rank, and a ratio the median of the ratios within each turn.
-Turns during which other programs took much of the machine are left out, if enough
-others remain; `others` in the rows is the share of the machine that other programs took
-in the turns that count.
+contender's caches and queues slow the next one. So all contenders are measured in every
+turn, each after a call that does not count; each pair of turns has a new order and its
+reverse. A time is that of the slowest rank, and a ratio is the median of the ratios
+within each turn. Turns during which other programs took much of the machine are left
+out, if enough turns remain; `others` in the rows is the share of the machine that other
+programs took in the turns that count.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ LOUD, ENOUGH = 0.15, 6  # largest CPU share of other programs; fewest calm turns
 Contender = Callable[[], object]  # runs once; may return seconds that it measured
 Times = dict[str, list[float]]
 Row = dict[str, Any]  # one comparison of a bench, see `row`
-Look = tuple[float, float, float]
+Look = tuple[float, float, float]  # seconds, see `look`
 Timings = tuple[Times, list[Look]]  # seconds by contender and turn; `look` by turn
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A comparison: a row of each case, a column of the table, a mark of the figure.
+    """A comparison of two variants: a row for each case, a column of the table.
 
     Attributes:
         variant: the variant whose time (or bytes) is the numerator.
         beside: the variant whose time is the denominator.
         at_most: the required ratio: a number, or {tokens: number}.
         title: the column's title; by default the variant.
-        over: the title of the table of all pairs with the same denominator.
+        over: "over" this is the title of the pair's table; by default over `beside`.
         control: whether both are the same code, so that the ratio shows the noise.
     """
 
@@ -60,9 +60,8 @@ def against(
 ) -> list[Pair]:
     """Return pairs of each variant and `beside`, whose time is the denominator.
 
-    `variants` maps a name to the required ratio, or None.
-
-    A variant whose name ends in "again" is a control.
+    `variants` maps a name to the required ratio, or None. A variant whose name ends in
+    "again" is a control.
     """
     return [
         Pair(variant, beside, at_most, control=variant.endswith("again"))
@@ -100,7 +99,7 @@ def in_turns(
             call without a warm-up.
         meet: called before the clock starts; a barrier of the ranks.
         go_on: called before every turn after the third; False ends the measurement. It
-            returns the same on all ranks.
+            must return the same on all ranks.
     """
     times: Times = {name: [] for name in contenders}
     looks: list[Look] = []
@@ -124,7 +123,7 @@ def in_turns(
 
 
 def slowest(timings: Sequence[Timings]) -> tuple[Times, float]:
-    """Return the times of the slowest rank in the turns that count; others' share."""
+    """Return the slowest rank's times in turns that count; other programs' share."""
     shares = [share(list(turn)) for turn in zip(*(o for _, o in timings), strict=True)]
     calm = [turn for turn, others in enumerate(shares) if others <= LOUD]
     turns = calm if len(calm) >= ENOUGH else range(len(shares))
@@ -138,7 +137,7 @@ def slowest(timings: Sequence[Timings]) -> tuple[Times, float]:
 def rows_of(
     case: str, pairs: Iterable[Pair], timings: Sequence[Timings], **more: Any
 ) -> Iterator[Row]:
-    """Yield the rows of one case, for the pairs with two measured variants.
+    """Yield the rows of one case, for pairs of variants that were both measured.
 
     `paired` is the median of the ratios of each turn.
     """
@@ -155,14 +154,14 @@ def rows_of(
 
 
 def look() -> Look:
-    """Return CPU seconds of this process, CPU seconds of all, and the clock."""
+    """Return CPU seconds of this process, CPU seconds of all, and the time."""
     return time.process_time(), machine_seconds(), time.perf_counter()
 
 
 def machine_seconds(stat: Path = Path("/proc/stat")) -> float:
     """Return the seconds for which the machine's cores have been busy since its start.
 
-    User, nice, system, interrupt and stolen time; waiting for a disk is not work.
+    They include user, nice, system, interrupt and stolen time, but no waits for a disk.
     """
     try:
         words = stat.read_text().split("\n", 1)[0].split()

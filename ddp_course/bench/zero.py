@@ -29,7 +29,7 @@ from ddp_course.zero import (
     ZeroRedundancyOptimizer,
 )
 
-ABOUT = "A step under our ZeRO over ZeroRedundancyOptimizer (ZRO), over fully_shard."
+ABOUT = "A step under our ZeRO beside ZeroRedundancyOptimizer (ZRO) and fully_shard."
 
 
 # ---- PyTorch's -----------------------------------------------------------------------
@@ -82,7 +82,10 @@ def stage3(
 
 
 def bound(model: nn.Module) -> steps.Parallelized:
-    """Return the model, and an optimizer of about 1/N of its parameters."""
+    """Return the model, and an optimizer of about 1/N of its parameters.
+
+    The ranks do not communicate, so no ZeRO can be faster.
+    """
     parameters = list(model.parameters())
     enough = sum(p.numel() for p in parameters) / dist.get_world_size()
     taken: list[nn.Parameter] = []
@@ -99,7 +102,7 @@ STAGES_1_AND_2: dict[str, steps.Variant] = {
     "ZRO best": zero_best,
     "zero1 gloo": partial(stages_1_and_2, kind=ZeroRedundancyOptimizer),
     "zero2 gloo": partial(stages_1_and_2, kind=ShardedGradientOptimizer),
-    "bound": bound,  # no communication at all
+    "bound": bound,
 }
 STAGE_3: dict[str, steps.Variant] = {
     "fully_shard default": partial(fully_sharded, best=False),
@@ -130,7 +133,7 @@ PAIRS = (*TIMES, *PEAKS)
 
 
 def bench(quick: bool) -> Iterator[Row]:
-    """Yield a row for each case and pair; then those of memory."""
+    """Yield a row of time for each case and pair; then rows of peak memory."""
     yield from steps.contest(quick, STAGES_1_AND_2, TIMES, of=2)
     yield from steps.contest(quick, STAGE_3, TIMES, of=2)
     for case in steps.cases(quick):
@@ -157,7 +160,7 @@ def _peak(make: steps.Variant, case: steps.Case) -> int:
         return parallelized[0], parallelized[1]
 
     step = steps.step_of(build, case)
-    with MemoryLog(*parallelized) as log:  # open when `fully_shard` makes its buffers
+    with MemoryLog(*parallelized) as log:  # before `fully_shard` allocates its buffers
         for _ in range(2):
             step()
         begin = time.perf_counter()
