@@ -140,7 +140,7 @@ def test_layouts_are_sorted_and_the_best_is_explained(capsys, tmp_path):
     assert hours == pytest.approx(days * 24 * 512, rel=1e-3)
     assert f"{2 * hours:,.0f}"[:5] in text, "the price"
     assert "dp alone: at least 1,269.4 GB, of which 840.0 are optimizer states" in text
-    assert "Taken as usual: --layers 88 --hidden 8192" in text
+    assert "Assumed: --layers 88 --hidden 8192" in text
     assert "Not predicted: experts" in text
 
 
@@ -178,16 +178,16 @@ test_what_goes_with_what = answered(
     1,
     ("--params 7b --tokens 1t", "--tokens has no effect without --gpu"),
     ("--params 7b --step-tokens 1m", "--step-tokens has no effect without --gpu"),
-    ("--params 7b --gpu h100 --batch 2", "--batch 2 goes without --gpu"),
-    ("--params 7b --gpu h100 --bandwidth 9", "--bandwidth 9 goes without --gpu"),
+    ("--params 7b --gpu h100 --batch 2", "--batch 2 cannot be combined with"),
+    ("--params 7b --gpu h100 --bandwidth 9", "--bandwidth 9 cannot be combined"),
     ("--params 7b --gpu h100 --precision fp32", "is fp32; with --gpu it can be bf16"),
-    ("--params 7b --gpu h100 --recompute selective", "selective goes with --scores"),
-    ("--params 7b --gpu h100 --layers 3", "say both --layers and --hidden"),
-    ("--params 7b --gpu h100 --heads 3", "--heads 3 goes with --layers and --hidden"),
-    ("--preset gpt2 --gpu h100 --heads 3", "--heads goes with --parameters"),
+    ("--params 7b --gpu h100 --recompute selective", "selective needs --scores"),
+    ("--params 7b --gpu h100 --layers 3", "set both --layers and --hidden"),
+    ("--params 7b --gpu h100 --heads 3", "--heads 3 needs --layers and --hidden"),
+    ("--preset gpt2 --gpu h100 --heads 3", "--heads needs --parameters"),
     ("--params 7b --gpu h100 --price 2", "--price 2 has no effect without --tokens"),
     ("--params 7b --gpu h100 --step-tokens 99", "99 is less than a row of 4096 tokens"),
-    ("--anchors --json x.json", "--json x.json goes with --preset or --parameters"),
+    ("--anchors --json x.json", "--json x.json needs --preset or --parameters"),
     ("--params 1m --gpu h100", "the embeddings of 128,256 words"),
     ("--params 70b --gpu h100 --gpus 1000003", "no layout of 1000003 GPUs divides"),
 )

@@ -35,7 +35,7 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 P2P = ("naive", "tree", "halving_doubling", "ring")
 OURS = "shared_memory", "registered", "chosen"
 LIMITED = tuple(  # pairs (algorithm, the limit that it is compared with)
-    Pair(ours, limit, title=f"{ours} over {limit}", over="the machine's bandwidth")
+    Pair(ours, limit, title=f"{ours} over {limit}", over="the bandwidth of its limit")
     for ours, limit in (("ring", "loopback"), ("registered", "memory"))
 )
 PAIRS = (

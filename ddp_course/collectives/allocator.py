@@ -52,11 +52,11 @@ def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:
     The result is a tensor of uint8 that begins at a page of the memory; `nbytes`, 1 or
     more, is the same on all ranks. Rank 0 creates a file without a name and sends its
     process id and file descriptor; the others open the file through /proc. When all
-    have mapped it, it is closed: the mapping remains until the last tensor that uses it
-    is freed. `exchange` works like `all_gather_object`.
+    ranks have mapped the file, they close it: the mapping remains until the last tensor
+    that uses it is freed. `exchange` works like `all_gather_object`.
 
-    Raises OSError, on all ranks, if one cannot create or map the memory; it names the
-    rank and the reason. Chapter 03.
+    Raises OSError, on all ranks, if a rank cannot create or map the memory; the error
+    names this rank and the reason. Chapter 03.
     """
     fd, memory, offer, problem = -1, None, None, None
     how = {"shared": True, "size": nbytes, "dtype": torch.uint8}

@@ -1,9 +1,9 @@
 """The all-reduces that execute a plan, with everything that a library needs.
 
 All ranks compare their calls (`call`), then each sends the messages of its plan
-(`catalog`), long chunks in pieces (`runtime`). With `async_op=True` the rank computes
-at the same time. `naive`, `tree` and `ring` are the same algorithms without all this.
-Explained in chapter 03.
+(`catalog`), long chunks in pieces (`runtime`). With `async_op=True` the rank can
+compute meanwhile. `naive`, `tree` and `ring` are three of these algorithms without
+checks, pieces and threads. Explained in chapter 03.
 """
 
 from functools import partial
@@ -43,6 +43,6 @@ def hierarchical_all_reduce(
     nodes = call.comm.nodes
     call.choice("variant", variant, PLANS)
     if not regular(nodes):
-        call.refuse(f"the group's nodes have the ranks {nodes}, not equally many each")
+        call.refuse(f"the group's nodes have the ranks {nodes}; they need equally many")
     plan = lambda _: PLANS[variant](len(nodes), len(nodes[0]))  # noqa: E731
     return call.all_reduce(plan, tensor, op, async_op)

@@ -35,7 +35,7 @@ class Collective:
 
     The words of all ranks must be equal. A rank with unusable arguments shows its
     problem instead, so that the others do not wait for it. Raises ValueError or
-    TypeError, on this rank only, if it is not a member of `group`.
+    TypeError, on this rank only, if this rank is not a member of `group`.
     """
 
     def __init__(self, group: Group, name: str, **details: Any) -> None:
@@ -71,11 +71,12 @@ class Collective:
                 self.usable(f"{role}[{k}]", tensor, like)
 
     def usable(self, role: str, tensor: Any, like: Any = None) -> bool:
-        """Check that a tensor can be sent, and is of the type and shape of `like`."""
+        """Return whether a tensor can be sent and is like `like`; else refuse it."""
         if not isinstance(tensor, Tensor):
             self.refuse(f"{role} is a {type(tensor).__name__}, not a tensor")
         elif tensor.layout != torch.strided or tensor.device.type == "meta":
-            self.refuse(f"{role} is {tensor.layout} on {tensor.device}: not in memory")
+            where = f"{tensor.layout} on {tensor.device}"
+            self.refuse(f"{role} is {where}; it must be a dense tensor in memory")
         elif not tensor.is_contiguous():
             self.refuse(
                 f"{role} is not contiguous (shape {list(tensor.shape)}, stride "
@@ -106,7 +107,7 @@ class Collective:
                 )
 
     def reduction(self, op: Any, tensor: Any) -> None:
-        """Check that `op` can reduce `tensor`; it must be the same on all ranks."""
+        """Check that `op`, which must be equal on all ranks, can reduce `tensor`."""
         self.op = op = getattr(op, "op", op)  # ReduceOp(ReduceOp.SUM) is SUM, too
         if isinstance(tensor, Tensor) and (wrong := check_op(op, tensor.dtype)):
             self.refuse(wrong)
@@ -118,7 +119,7 @@ class Collective:
             self.refuse(f"{name} is {value!r}; it can be {', '.join(allowed)}")
 
     def root(self, name: str, rank: Any) -> int:
-        """Check a rank (in the job) that must be in the group; return its index."""
+        """Check that a global rank is in the group; return its index in the group."""
         ranks = self.comm.ranks
         if isinstance(rank, int) and rank in ranks:
             return ranks.index(rank)
@@ -141,7 +142,7 @@ class Collective:
         as it has to wait for the other ranks anyhow.
         """
         self.meters, logs = active_meters(), active_logs()
-        # With `async_op` gloo's threads should interrupt other work: no patience then.
+        # With `async_op` gloo's threads should interrupt other work, so leave them.
         self.threads = [] if async_op else threads_of(self.comm)
 
         def job() -> None:

@@ -177,7 +177,7 @@ def barrier_plan(world_size: int) -> Plan:
 def naive_plan(world_size: int) -> Plan:
     """Plan an all-reduce: rank 0 receives from all, one by one, then sends to all.
 
-    2 (N - 1) steps; rank 0 sends (N - 1) S bytes, each of the others S.
+    2 (N - 1) steps; for S bytes, rank 0 sends (N - 1) S, every other rank S.
     """
     up, down = reduce_naive_plan(world_size), broadcast_naive_plan(world_size)
     return chain("all_reduce, naive", up, down)

@@ -1,8 +1,8 @@
 """Communicators: the thread and the memory of a process group's collectives.
 
-Collectives with `async_op=True` run in the thread, and receive into the memory. How the
-ranks compare their calls is in `meeting`. A communicator lives as long as its process
-group. Explained in chapter 02.
+Collectives with `async_op=True` run in the thread; messages that will be added arrive
+in the memory. `meeting` compares the ranks' calls. A communicator lives as long as its
+process group. Explained in chapter 02.
 """
 
 import threading
@@ -43,9 +43,9 @@ class Communicator:
         kept: objects that algorithms keep for the group's next call, by name.
     """
 
-    def __init__(self, its: Meeting) -> None:
-        self.meeting, self.group, self.kept = its, its.group, its.kept
-        self.rank, self.size, self.ranks = its.rank, its.size, its.ranks
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting, self.group, self.kept = meeting, meeting.group, meeting.kept
+        self.rank, self.size, self.ranks = meeting.rank, meeting.size, meeting.ranks
         self._thread: ThreadPoolExecutor | None = None
         self._memory: dict[torch.device, Tensor] = {}
 
@@ -64,7 +64,7 @@ class Communicator:
         return list(nodes.values())
 
     def scratch(self, numel: int, like: Tensor) -> Tensor:
-        """Return memory for `numel` elements; the next call returns the same memory."""
+        """Return a flat tensor of `numel` elements, typed as `like`; calls reuse it."""
         nbytes = numel * like.element_size()
         memory = self._memory.get(like.device)
         if memory is None or memory.numel() < nbytes:
@@ -114,7 +114,7 @@ def in_this_stream(job: Callable[[], None]) -> Callable[[], None]:
 
 def communicator(group: Group = None) -> Communicator:
     """Return the communicator of `group` (None: all ranks); see `meeting`."""
-    its = meeting(group)
-    if "communicator" not in its.kept:
-        its.kept["communicator"] = Communicator(its)
-    return its.kept["communicator"]
+    found = meeting(group)
+    if "communicator" not in found.kept:
+        found.kept["communicator"] = Communicator(found)
+    return found.kept["communicator"]

@@ -43,7 +43,7 @@ class Endpoint:
         meters: Sequence[Any] | None = None,
     ) -> None:
         self.group = dist.group.WORLD if group is None else group
-        self.ranks = dist.get_process_group_ranks(self.group)  # in the job
+        self.ranks = dist.get_process_group_ranks(self.group)  # global ranks
         self.rank, self.size = dist.get_rank(self.group), len(self.ranks)
         self.backends = _backends(dist.get_backend_config(self.group))
         self.strict = self.backends.get("cpu") == "strict"  # NCCL's rules
@@ -107,8 +107,8 @@ class Endpoint:
     ) -> list[Handle]:
         """Start to send and receive several (tensor, peer); return their handles.
 
-        They are one batch: with single calls, two ranks that send to each other can
-        wait for each other forever (over NCCL, with any size).
+        All messages are one batch: with single calls, two ranks that send to each other
+        can wait for each other forever (over NCCL, for messages of any size).
         """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]

@@ -42,7 +42,7 @@ def halving_doubling_plan(world_size: int) -> Plan:
     """Plan an all-reduce: halving, then doubling, which sends the same messages back.
 
     p is the largest power of two up to N. Rank p + i first sends its whole tensor to
-    rank i, and at the end receives the result: two more steps, of S bytes each.
+    rank i, and at the end receives the result: two more steps, with whole tensors.
     """
     p = 1 << (world_size.bit_length() - 1)
     extra = range(world_size - p)

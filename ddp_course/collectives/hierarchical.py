@@ -24,7 +24,7 @@ from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
 def leader_plan(nnodes: int, nproc_per_node: int) -> Plan:
     """Reduce to each node's first rank; all-reduce these; broadcast inside the nodes.
 
-    Between nodes only these leaders send: each 2 (G - 1) / G S bytes, for G nodes.
+    Between G nodes only these leaders send, each 2 (G - 1) / G S for S bytes.
     """
     nodes = _nodes(nnodes, nproc_per_node)
     phases = [
@@ -39,7 +39,8 @@ def leader_plan(nnodes: int, nproc_per_node: int) -> Plan:
 def sharded_plan(nnodes: int, nproc_per_node: int) -> Plan:
     """Reduce-scatter inside; all-reduce between equal local ranks; all-gather inside.
 
-    Every rank sends 2 (G - 1) / G S / g bytes to another node, for G nodes of g ranks.
+    Of S bytes, every rank sends 2 (G - 1) / G S / g to other nodes, for G nodes of g
+    ranks.
     """
     nodes = _nodes(nnodes, nproc_per_node)
     phases = [

@@ -1,8 +1,8 @@
 """Meetings: how the ranks of a process group compare their calls before they send.
 
 The ranks of one machine compare at a barrier in shared memory (`memory_barrier`), which
-takes microseconds; others through the store of the rendezvous. A meeting lives as long
-as its process group. Explained in chapter 02.
+takes microseconds; other groups compare through the store of the rendezvous. A meeting
+lives as long as its process group. Explained in chapter 02.
 """
 
 import ast
@@ -87,9 +87,9 @@ class Meeting:
     ) -> list[Any]:
         """Compare the ranks' calls before any of them sends anything.
 
-        On one machine it takes microseconds, and is a barrier. Raises CollectiveError,
-        with the same text on every rank, if a rank has a problem or the words differ.
-        Chapter 02.
+        On one machine this takes microseconds, and is a barrier. Raises
+        CollectiveError, with the same text on every rank, if a rank has a problem or
+        the words differ. Chapter 02.
 
         Args:
             words: this rank's call, which must be equal on all ranks.
@@ -156,7 +156,7 @@ def meeting(group: Group = None) -> Meeting:
 def quick_exchange(group: Group = None) -> Callable[[str], list[str]]:
     """Return a function that all-gathers a text within a group.
 
-    On one machine it takes microseconds, in shared memory.
+    On one machine this takes microseconds, in shared memory.
     """
     return lambda text: meeting(group).agree_now("flags", show=text)
 
@@ -164,7 +164,7 @@ def quick_exchange(group: Group = None) -> Callable[[str], list[str]]:
 def _is_destroyed(group: dist.ProcessGroup) -> bool:
     try:
         return not dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):  # PyTorch knows the group no longer
+    except (KeyError, ValueError):  # PyTorch no longer knows the group
         return True
 
 

@@ -29,7 +29,7 @@ from ddp_course.collectives.allocator import LINE, PAGE, Exchange, allocate, rou
 from ddp_course.launch.deadlock import ranks_in_words
 
 SPINS = 2000  # tries at a semaphore before the rank sleeps: about 1 ms
-NAP = 0.5  # seconds of sleep between two looks at the deadline and for Ctrl-C
+NAP = 0.5  # seconds of sleep between two checks of the deadline and for Ctrl-C
 LONGEST = PAGE - 8  # bytes of a text that the other ranks see
 TIMEOUT = 1800.0  # seconds that a rank waits for the others; gloo's default
 
@@ -68,20 +68,20 @@ class Barrier:
     the page that may be written now.
 
     It is a dissemination barrier: in round k, each rank signals the rank 2**k places
-    further that it has arrived (with all ranks that it knows of), and waits for the
-    rank 2**k places behind; after ceil(log2(size)) rounds each knows of all. The signal
-    is a POSIX semaphore in the shared memory. Unlike plain flags, semaphores order
-    reads and writes on every CPU, and a rank can sleep at one.
+    ahead that it and all ranks that it knows of have arrived, and waits for the rank
+    2**k places behind; after ceil(log2(size)) rounds each rank knows that all have
+    arrived. The signal is a POSIX semaphore in the shared memory. Unlike plain flags,
+    semaphores order reads and writes on every CPU, and a rank can sleep at one.
 
     Args:
         rank, size: the calling rank, 0 to size - 1, and the number of ranks.
         exchange: all-gathers an object, in rank order.
         timeout: seconds that a rank waits for the others.
-        watch: called again and again with the late ranks while this rank waits for
-            long, and with None when all have come.
+        watch: called every half second of a long wait with the ranks that have not
+            arrived, and with None when the wait ends.
 
-    All ranks construct it together. Raises OSError, on all of them, if one cannot map
-    the memory. Source: Hensgen, Finkel, Manber 1988, "Two algorithms for barrier
+    All ranks construct it together. Raises OSError, on all ranks, if one cannot map the
+    memory. Source: Hensgen, Finkel, Manber 1988, "Two algorithms for barrier
     synchronization". Chapter 03.
     """
 
@@ -102,7 +102,7 @@ class Barrier:
         page = round_up(8 * size, LINE) + PAGE * size  # hashes, then texts
         memory = allocate(round_up(head, PAGE) + 2 * page, rank, exchange)
         self._memory = memory  # keeps the addresses below valid
-        # Two numbers per rank: the barriers it has come to; whether it has left.
+        # Two numbers per rank: how many barriers it has reached; whether it has left.
         counters = memory[: LINE * size].view(torch.int64).numpy()
         self._arrived = memoryview(counters[:: LINE // 8])
         self._left = memoryview(counters[1 :: LINE // 8])
@@ -132,11 +132,12 @@ class Barrier:
         return self.count & 1
 
     def wait(self) -> None:
-        """Wait until all ranks have come.
+        """Wait until all ranks have arrived.
 
         Raises:
-            TimeoutError: some did not come within `timeout` seconds; names them.
-            RuntimeError: a rank has left (see `leave`), or this one did, earlier.
+            TimeoutError: some ranks did not arrive within `timeout` seconds; names
+                them.
+            RuntimeError: a rank has left (see `leave`), or this barrier failed before.
         """
         if why := self._broken:
             raise RuntimeError(f"this shared memory can no longer be used: {why}")
@@ -186,10 +187,10 @@ class Barrier:
             self.leave(error)
 
     def leave(self, why: BaseException) -> None:
-        """Notify the others that this rank will come to no further barrier.
+        """Notify the other ranks that this rank will not arrive at the next barrier.
 
         For a rank that fails between two barriers: the others then fail at the next
-        barrier, and not only after its timeout.
+        barrier, without waiting for its timeout.
         """
         if self._broken is None:
             self._left[self.rank] = 1

@@ -5,16 +5,15 @@ with the thread that calls `isend` or `irecv`; if the lock is taken, gloo's thre
 again and again without sleeping (`handleEvents` in gloo's transport/tcp/pair.cc). When
 Linux lets it interrupt the thread that has the lock, on the same core, it tries until
 its time slice ends: 3 to 4 ms in which nothing happens. Two ranks that send to each
-other at the same moment provoke this, and that is what a step of a ring is. Measured on
-two cores: with 32 KiB each way, up to half of all exchanges took 4 ms instead of 0.1
-ms.
+other at the same moment provoke this, as in every step of a ring. Measured on two
+cores: with 32 KiB each way, up to half of all exchanges took 4 ms instead of 0.1 ms.
 
 A thread under the policy SCHED_BATCH does not interrupt others when it wakes up; it
 waits until a core is free or the other's time slice ends. So while this rank only waits
 for messages, gloo's threads run under that policy: on an otherwise idle machine, the
-4 ms are gone. It needs Linux, but no privileges; and PyTorch 2.13 or later: in 2.12 the
-thread has no name by which to find it. (PyTorch's own collectives over gloo would gain
-as much: `ddp-course bench all-reduce` measures that as "gloo, patient".)
+4 ms are gone. This needs Linux, but no privileges; and PyTorch 2.13 or later: in 2.12
+the thread has no name by which to find it. (PyTorch's own collectives over gloo would
+gain as much: `ddp-course bench all-reduce` measures that as "gloo, patient".)
 """
 
 import contextlib
@@ -39,19 +38,19 @@ def socket_threads(tasks: Path = Path("/proc/self/task")) -> list[int]:
     return found
 
 
-def threads_of(its: Any) -> list[int]:
+def threads_of(owner: Any) -> list[int]:
     """Return the ids of gloo's socket threads, looked up once for a group.
 
-    `its` is the meeting or the communicator of the group.
+    `owner`, the group's meeting or communicator, keeps them.
     """
-    if "socket threads" not in its.kept:
-        its.kept["socket threads"] = socket_threads()
-    return its.kept["socket threads"]
+    if "socket threads" not in owner.kept:
+        owner.kept["socket threads"] = socket_threads()
+    return owner.kept["socket threads"]
 
 
 @contextlib.contextmanager
 def patient(threads: list[int]) -> Iterator[None]:
-    """Schedule these threads so that they interrupt no other, inside the block."""
+    """Schedule these threads so that they interrupt no others, inside the block."""
     _schedule(threads, "SCHED_BATCH")
     try:
         yield

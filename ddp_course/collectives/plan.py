@@ -22,8 +22,8 @@ Contributions = tuple[int, ...]  # the ranks whose numbers are in a chunk, sorte
 class Transfer:
     """A message: in step `step`, rank `src` sends chunks [first, last) to rank `dst`.
 
-    With `reduce`, `dst` combines them with its own (adds, for a sum); otherwise they
-    replace its own.
+    With `reduce`, `dst` combines them with its own chunks (for a sum, it adds them);
+    otherwise they replace its own chunks.
     """
 
     step: int
@@ -104,8 +104,8 @@ def make_plan(
 def chain(name: str, *plans: Plan) -> Plan:
     """Return the plan that executes `plans` one after the other.
 
-    They must have the same numbers of ranks and chunks. It starts like the first of
-    them and ends like the last.
+    All plans must have the same numbers of ranks and chunks. The result starts like the
+    first plan and ends like the last.
     """
     transfers, step = [], 0
     for plan in plans:
@@ -134,8 +134,8 @@ def among(
 ) -> list[Transfer]:
     """Return the transfers of `plan` for a part of a larger world.
 
-    Rank i of `plan` is rank `ranks[i]` of that world. Each chunk of `plan` is `times`
-    chunks of it, and the first of them has the number `skip`.
+    Rank i of `plan` is rank `ranks[i]` of that world. Chunk c of `plan` becomes `times`
+    chunks of that world, from chunk `skip + c * times` on.
     """
 
     def moved(t: Transfer) -> Transfer:
@@ -182,7 +182,7 @@ def simulate(plan: Plan) -> list[State]:
 
 
 def mistakes(plan: Plan) -> list[str]:
-    """Return the errors in the outcome of a plan, as sentences; [] if it is right.
+    """Return the errors in a plan's outcome, as sentences; [] if the plan is right.
 
     Each chunk that a rank must have at the end has to combine the numbers of every rank
     that started with that chunk, each exactly once.

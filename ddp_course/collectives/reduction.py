@@ -19,7 +19,7 @@ COMBINE: dict[Op, Callable[..., Tensor]] = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.PRODUCT: torch.mul,
 }
-NAMES = {op: f"op {str(op).rpartition('.')[2]}" for op in COMBINE}  # in words
+NAMES = {op: f"op {str(op).rpartition('.')[2]}" for op in COMBINE}  # "op SUM"
 
 
 @lru_cache

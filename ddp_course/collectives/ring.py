@@ -22,7 +22,7 @@ from ddp_course.collectives.endpoint import Endpoint
 def around_the_ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Add up all ranks' `tensor` (any shape and type), in place; called by all ranks.
 
-    The tensor is cut into as many chunks as there are ranks, as equal as can be.
+    The tensor is cut into one chunk per rank, as equal as possible.
     """
     endpoint = Endpoint(group)
     flat = tensor.contiguous().view(-1)  # a copy, if there are gaps in the memory

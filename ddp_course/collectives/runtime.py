@@ -32,7 +32,7 @@ class Buffer:
     """A rank's memory in chunks: chunk c is the elements [bounds[c], bounds[c + 1]).
 
     `parts` are contiguous one-dimensional tensors of one type, whose elements are
-    numbered one after the other; a chunk is never in two of them.
+    numbered one after the other; a chunk never spans two parts.
     """
 
     def __init__(self, bounds: Sequence[int], parts: Sequence[Tensor]) -> None:

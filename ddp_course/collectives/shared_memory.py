@@ -6,9 +6,9 @@ can read; a tensor created by `empty` is in shared memory already (NCCL calls th
 *registered* buffer), and need not be copied.
 
 NCCL does this where GPUs have *symmetric* memory (small messages go whole to everybody,
-and every GPU adds them up); otherwise it uses rings, trees or NVLink's own sums. The
-implementation is in `staging` and, below it, `memory_barrier` and `allocator`.
-Explained in chapter 03.
+and every GPU adds them up); otherwise it uses rings, trees or sums that NVLink's
+switches compute. The implementation is in `staging` and, below it, `memory_barrier` and
+`allocator`. Explained in chapter 03.
 """
 
 import math
@@ -45,8 +45,8 @@ def empty(
         if call.size == 1:
             tensors.append(torch.empty(shape, dtype=dtype))
             return
-        nbytes, its = math.prod(shape) * dtype.itemsize, call.comm.meeting
-        memory = SymmetricMemory(its.barrier, nbytes, its.exchange)
+        nbytes, meeting = math.prod(shape) * dtype.itemsize, call.comm.meeting
+        memory = SymmetricMemory(meeting.barrier, nbytes, meeting.exchange)
         _memories(call.comm).append(memory)
         tensors.append(memory.own.view(dtype).view(shape))
 
@@ -88,7 +88,7 @@ def _check_shared(call: Collective, *tensors: object) -> None:
         nodes = [[comm.ranks[index] for index in node] for node in comm.nodes]
         call.refuse(f"memory is shared inside a node; the group has ranks on {nodes}")
     elif comm.size > 1 and not comm.shares_memory:
-        call.refuse("this machine lets these ranks share no memory (memfd, /proc)")
+        call.refuse("these ranks cannot share memory, which needs memfd and /proc")
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
             call.refuse(f"tensor is on {tensor.device}; it must be on the CPU")
@@ -118,8 +118,8 @@ def all_reduce(
             return
         if memory is None and "staging" not in kept:  # at the first call
             call.agree()
-            its = call.comm.meeting
-            kept["staging"] = Staging(its.barrier, its.exchange)
+            meeting = call.comm.meeting
+            kept["staging"] = Staging(meeting.barrier, meeting.exchange)
         way = kept["staging"] if memory is None else memory
         way.all_reduce(tensor, call.op, call.agree)
         # No message is sent; the meters count the bytes that other ranks read.

@@ -8,9 +8,9 @@ ranks and in both classes:
     SymmetricMemory  reduces tensors that are in shared memory already
 
 Both take contiguous tensors of any type and shape. Each all-reduce begins with one
-barrier, which may be the caller's own `meet` (such as a comparison of calls). If it
-raises, no tensor has been changed. Errors: as `Barrier.wait`, and those of `meet`.
-Chapter 03.
+barrier, which may be the caller's own `meet` (such as a comparison of calls). If that
+barrier raises, no tensor has been changed. Errors: those of `Barrier.wait` and of
+`meet`. Chapter 03.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def cuts(numel: int, size: int, itemsize: int) -> tuple[int, ...]:
 
 
 def combine(inputs: Sequence[Tensor], op: Op, out: Tensor) -> None:
-    """Reduce `inputs`, one of each rank, into `out`, in rank order.
+    """Reduce `inputs`, one from each rank, into `out`, in rank order.
 
     `out` may be the first or second input, but none of the others: they are read after
     `out` has been written.
@@ -62,9 +62,9 @@ class Staging:
     """All-reduce of any contiguous tensors, through slots in shared memory.
 
     Each of two pages has a slot for every rank, and one for results. A rank writes to
-    the page whose turn it is, and reads the other one, which all ranks have finished.
+    the page whose turn it is, and reads the other page, which all ranks have written.
     `slot` is the size of a slot in bytes, a multiple of 4096. All ranks construct it
-    together. Raises OSError on all of them if one cannot map the memory.
+    together. Raises OSError on all ranks if one cannot map the memory.
     """
 
     def __init__(self, barrier: Barrier, exchange: Exchange, slot: int = SLOT) -> None:
@@ -76,7 +76,7 @@ class Staging:
         self._views: dict[tuple, list[Tensor]] = {}
 
     def page(self, turn: int, like: Tensor) -> list[Tensor]:
-        """Return the slots of a page (ranks', then results), each as a flat `like`."""
+        """Return a page's slots, one per rank and one for results; each a flat `like`."""
         key = turn, like.numel(), like.dtype
         if key not in self._views:
             if len(self._views) >= KEPT:
@@ -96,7 +96,7 @@ class Staging:
     def all_reduce(self, tensor: Tensor, op: Op, meet: Meet | None = None) -> None:
         """Reduce `tensor` over all ranks, in place.
 
-        Of a small tensor every rank reads all copies. Of a larger one every rank
+        With a small tensor, every rank reads all copies. With a larger one, every rank
         reduces its slice of each slab, and reads the other ranks' results.
         """
         rank, size, flat = self.rank, self.size, tensor.view(-1)
@@ -110,7 +110,7 @@ class Staging:
         def own(part: Tensor) -> tuple[int, int]:
             return cuts(part.numel(), size, part.element_size())[rank : rank + 2]
 
-        def show_others_theirs(part: Tensor) -> None:
+        def show_peers_slices(part: Tensor) -> None:
             (first, last), slot = own(part), self.write(part)[rank]
             slot[:first].copy_(part[:first])
             slot[last:].copy_(part[last:])
@@ -132,7 +132,7 @@ class Staging:
             self._in_turns([flat], [show, reduce_all], meet)
         else:
             slabs = flat.split(self.slot // flat.element_size())
-            stages = [show_others_theirs, reduce_own, fetch_others_results]
+            stages = [show_peers_slices, reduce_own, fetch_others_results]
             self._in_turns(slabs, stages, meet)
 
     def _in_turns(
@@ -161,7 +161,7 @@ class SymmetricMemory:
     reduces slice r of all ranks' tensors, and writes it into all of them. The tensor
     must begin at the same place on all ranks. The memory is freed with the last tensor
     in it, on the last rank. All ranks construct it together, with `nbytes` bytes on
-    each. Raises OSError on all of them if one cannot map it.
+    each. Raises OSError on all ranks if one cannot map the memory.
 
     The name is that of PyTorch's counterpart for GPUs
     (`torch.distributed._symmetric_memory`). Chapter 03.

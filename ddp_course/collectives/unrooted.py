@@ -135,7 +135,7 @@ def all_to_all_single(
     j-th rank, and `output_split_sizes[i]` rows of `output` come from the i-th; they may
     be 0. Without sizes, all parts are equal, so the number of ranks divides the rows.
     The rows of all ranks have the same shape and type. Raises CollectiveError, also if
-    a rank sends more or fewer rows than the other takes. Chapter 02.
+    a rank sends more or fewer rows than the receiver takes. Chapter 02.
     """
     call = Collective(group, "all_to_all_single")
     n, me = call.size, call.rank
@@ -189,7 +189,7 @@ def _split_sizes(
 
 
 def _compare_parts(call: Collective, shown: Sequence[Sequence[list[int]]]) -> None:
-    """Raise CollectiveError, on all ranks, unless each part is taken as it is sent."""
+    """Raise CollectiveError, on all ranks, unless receivers take what is sent."""
     ranks = call.comm.ranks
     for i, (sent, _) in enumerate(shown):
         for j, (_, taken) in enumerate(shown):

@@ -5,7 +5,7 @@ execute       run one notebook in this Python; report the first failure and its 
 run           `run`
 author        `notebooks` and `site`: the authors' tools, which only a clone has
 train         `train`, and a rank that torchrun starts
-train_options  its options, checked without PyTorch
+train_options  the options of `train`, checked without PyTorch
 plan          `plan`
 plan_layouts  `plan --gpu`
 proofs        start ranks, and check that they agree
@@ -13,7 +13,7 @@ doctor        `doctor`: cores, memory, GPUs, and the limits that a container set
 report        `doctor --report`: the text to send when asking for help
 copy          the learner's copy: create it, refresh it, find where the learner stopped
 lab_options   JupyterLab's address, port and folder, checked without PyTorch
-lab           `lab`: start JupyterLab, print its address, end it
+lab           `lab`: start JupyterLab, print its address, stop it
 bench         `bench`
 bench_figure  the figure of `bench --figure`
 progress      `progress`

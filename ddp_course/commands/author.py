@@ -19,6 +19,6 @@ def command(args: Namespace) -> int:
     if not script.is_file():
         raise CommandError(
             f"`ddp-course {args.name}` needs a clone of the course's repository; run "
-            "it in one"
+            "it in a clone"
         )
     return runpy.run_path(str(script))["command"](args)

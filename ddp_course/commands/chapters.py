@@ -12,14 +12,14 @@ from ddp_course.commands import CommandError
 def folder() -> Path:
     """Return the chapters' folder in the copy or clone around the working directory.
 
-    Elsewhere, return that of `course()`. Raises CommandError if there is none.
+    Elsewhere, return the folder in `course()`. Raises CommandError if there is none.
     """
     found = filter(learners_copy.holds_chapters, learners_copy.around())
     return (next(found, None) or course()) / "notebooks"
 
 
 def course() -> Path:
-    """Return the folder of the course itself; CommandError if there is none."""
+    """Return the folder of the course itself; raise CommandError if there is none."""
     if (found := learners_copy.course()) is None:
         raise CommandError(
             "the chapters are neither in this folder nor beside the package; run this "

@@ -28,8 +28,8 @@ COPIED = ("README.md", "LICENSE", "notebooks/*.ipynb", "notebooks/*.md", "images
 def learners_copy(name: str | None) -> tuple[Path, list[str]]:
     """Create or refresh the copy in the folder `name`; return it, and lines to print.
 
-    `copy_folder` says which folder that is without a name. Raises CommandError if the
-    folder holds something else or cannot be written.
+    Without a name, `copy_folder` chooses the folder. Raises CommandError if the folder
+    holds something else or cannot be written.
     """
     folder = copy_folder(name)
     try:
@@ -43,7 +43,7 @@ def refresh(original: Path, folder: Path) -> list[str]:
     """Update the copy in `folder` from `original`; return a line for each change."""
     record_file, changes = folder / RECORD, []
     folder.mkdir(parents=True, exist_ok=True)
-    if not record_file.exists():  # written first: an interrupted copy is a copy, too
+    if not record_file.exists():  # created first: even an interrupted copy is a copy
         record_file.touch()
     try:
         record = json.loads(record_file.read_text())
@@ -56,7 +56,7 @@ def refresh(original: Path, folder: Path) -> list[str]:
         copied, record[name] = record.get(name), new
         present = words(target) if target.exists() else None
         if present == new or (present is not None and present != copied == new):
-            continue  # the course's file is not new, so keep the learner's
+            continue  # nothing new in the course: keep the learner's file
         if present in (None, copied):
             _write(path, target)
             if before:
@@ -122,8 +122,8 @@ def _write(source: Path, target: Path) -> None:
 def _as_this_kernel_saves_it(data: bytes) -> bytes:
     """Return a notebook with the metadata that this kernel would write into it.
 
-    JupyterLab would add them when it opens the notebook, and then ask whether to save
-    changes that the learner has not made.
+    JupyterLab would add this metadata when it opens the notebook, and then ask whether
+    to save changes that the learner has not made.
     """
     notebook = json.loads(data)
     notebook["metadata"]["language_info"] = IPythonKernel.language_info

@@ -1,4 +1,4 @@
-"""`doctor`: describe this machine and how ranks run on it, then launch some.
+"""`doctor`: describe this machine and how ranks run on it, then launch four ranks.
 
 A process may use fewer cores than the machine has (because of its affinity, or the CPU
 quota of its control group) and less memory (because of the control group's limit), so
@@ -31,7 +31,7 @@ BACKENDS = ("gloo", "nccl", "mpi", "ucc")
 PACKAGES = ("torch", "ipykernel", "jupyterlab", "ddp-course")
 MIB, GIB = 2**20, 2**30
 ROOT = Path("/")
-RESULTS = Path(__file__).with_name("gpu_results.json")  # `pytest tests/gpu` writes it
+RESULTS = Path(__file__).with_name("gpu_results.json")  # written by `pytest tests/gpu`
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _limits(controller: str, read: Callable, root: Path) -> Iterator[float]:
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2: one tree for all
+        if controllers == "":  # version 2: one tree for all controllers
             top = root / "sys/fs/cgroup"
         elif controller in controllers.split(","):
             top = root / "sys/fs/cgroup" / controller
@@ -116,7 +116,7 @@ def _cpu_quota(group: Path) -> float | None:
     if not quota:
         quota = _text(group / "cpu.cfs_quota_us")
         period = _text(group / "cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdecimal() else None  # "max" or -1: none
+    return int(quota) / int(period) if quota.isdecimal() else None  # no limit: max, -1
 
 
 def _memory_limit(group: Path) -> int | None:
@@ -187,7 +187,7 @@ def advice(machine: Machine, ranks: int = 4) -> list[str]:
 
 
 def how_ranks_run(machine: Machine, ranks: int) -> str:
-    """Return on which devices `ranks` ranks run, over which backend, and how many."""
+    """Return on which devices, over which backend and how fast `ranks` ranks run."""
     gpus = len(machine.gpus)
     placement = choose(Topology(1, ranks), gpus=gpus)
     if placement.gpus:
@@ -226,11 +226,11 @@ def warnings(machine: Machine) -> list[str]:
 
 
 def tried_on_gpus(results: Path = RESULTS, today: date | None = None) -> str:
-    """Return when the tests on GPUs were run last, on which, and what failed."""
+    """Return when the tests on GPUs were run last, on which GPUs, and what failed."""
     if not results.exists():
         return (
-            "The course's code for GPUs was never tested on a GPU; "
-            "`pytest tests/gpu` does it."
+            "The course's code for GPUs has never been tested on a GPU; "
+            "`pytest tests/gpu` tests it."
         )
     last = json.loads(results.read_text())
     days = ((today or date.today()) - date.fromisoformat(last["date"])).days

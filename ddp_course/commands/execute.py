@@ -24,7 +24,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbclient.output_widget import OutputWidget
 from nbformat import NotebookNode
 
-LONGEST = 100  # characters; a socket's name is a little longer, and has 107 at most
+LONGEST = 100  # characters; a socket's name is this file's and a suffix, at most 107
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _PLACE = re.compile(r"Cell In ?\[(\d+)\], line (\d+)")
 
@@ -36,7 +36,7 @@ class Failure:
     cell: int
     error: str
     place: tuple[int, int] | None = None  # cell and line in which it happened
-    source: str = ""  # that line
+    source: str = ""  # the text of that line
 
     def __str__(self) -> str:
         """Return place and error in one line."""
@@ -52,7 +52,7 @@ def read_notebook(path: Path) -> NotebookNode:
     """Return the notebook as it is stored. Raises ValueError if it is no notebook.
 
     Nothing is converted, since a conversion would draw random cell ids. Fields that
-    other programs may omit from a cell are filled in, empty.
+    other programs may omit from a cell are added, with empty values.
     """
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -72,8 +72,8 @@ class OwnSockets:
     """A mixin for kernel managers: sockets are files in a private folder, not ports.
 
     Jupyter itself looks for free ports and lets the kernel open them a second later.
-    By then, a rank that somebody starts on this machine may have taken one. (If the
-    folder's name is too long for a socket, ports are used all the same.)
+    By then, a rank that somebody starts on this machine may have taken such a port. (If
+    the folder's name is too long for a socket, ports are used nevertheless.)
     """
 
     def __init__(self, **options: Any) -> None:
@@ -98,10 +98,11 @@ class ThisPython(OwnSockets, AsyncKernelManager):
 
 
 class SilentOutput(OutputWidget):
-    """An output area inside a widget that discards its outputs; they are not stored.
+    """An output widget that discards its outputs, since they are not stored.
 
-    nbclient's own class reports each output to the kernel, on the channel of the reply
-    to the cell. Now and then it then misses that reply, and waits forever.
+    nbclient's own class reports each output to the kernel, on the channel on which the
+    kernel replies to the cell. Now and then nbclient misses this reply, and waits
+    forever.
     """
 
     def output(self, *_: Any) -> None:
@@ -134,7 +135,7 @@ class Client(NotebookClient):
         await super().async_start_new_kernel(**kwargs)
 
     async def async_start_new_kernel_client(self) -> KernelClient:
-        """Connect to the kernel; nbclient would clean up a dead one again at exit."""
+        """Connect to the kernel; if it is dead, cancel nbclient's cleanup at exit."""
         try:
             return await super().async_start_new_kernel_client()
         except RuntimeError:

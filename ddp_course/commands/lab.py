@@ -29,7 +29,7 @@ OPTIONS = (
     "--LabApp.custom_css=True",  # from this folder:
     f"--ServerApp.tornado_settings=static_custom_path={Path(__file__).parent}/jupyterlab",
 )
-NEWS = "@jupyterlab/apputils-extension:announcements"  # a popup that asks to download
+NEWS = "@jupyterlab/apputils-extension:announcements"  # a popup: download news?
 # Every user of the machine can connect to a kernel's ports and read code and outputs.
 # So kernels use sockets in a private folder, unless the folder's name is longer than
 # this: a socket's name has at most 107 characters, and Jupyter appends `kernel-`, 36
@@ -46,18 +46,18 @@ def command(args: Namespace) -> int:
     if not args.here:
         root, lines = learners_copy(args.folder)
         chapter = left_off(root)
-    with Console(stderr=True).status("4 processes train a GPT beside one"):
+    with Console(stderr=True).status("4 processes and 1 process train the same GPT"):
         proof = prove_training()
     print("\n".join([*proof, *lines]), flush=True)
     if "JUPYTERHUB_SERVICE_PREFIX" in os.environ:
-        print(f"JupyterLab runs already in this JupyterHub seat: open {chapter} in it.")
+        print(f"JupyterLab already runs in this JupyterHub seat: open {chapter} there.")
         return 0
-    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # this Python's kernel
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"  # use this Python's kernel
     os.environ.setdefault("JUPYTER_TOKEN", secrets.token_hex(24))
     server = initialized(arguments(root, args.port, args.ip))
-    for name in ENDINGS:  # at once; Jupyter's own handler would ask for confirmation
+    for name in ENDINGS:  # stop at once; Jupyter's handler would ask for confirmation
         number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number and signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, lambda *_: server.stop(from_signal=True))
 
     def print_address() -> None:
@@ -129,11 +129,12 @@ def open_or_say_how(url: str, port: int, browser: bool) -> str:
     obstacle = no_display(os.environ, sys.platform)
     if browser and not obstacle and webbrowser.open(url):
         return (
-            "Your browser opens it now; if not, open the address. Ctrl-C here ends it."
+            "Your browser opens this address now; if not, open it yourself. Ctrl-C "
+            "here stops JupyterLab."
         )
     if obstacle:
-        return f"{obstacle} {tunnel(port, os.environ)} Ctrl-C here ends it."
-    return "Open this address in a browser. Ctrl-C here ends it."
+        return f"{obstacle} {tunnel(port, os.environ)} Ctrl-C here stops JupyterLab."
+    return "Open this address in a browser. Ctrl-C here stops JupyterLab."
 
 
 def no_display(environ: Mapping[str, str], platform: str) -> str | None:

@@ -44,7 +44,8 @@ def copy_folder(name: str | None) -> Path:
 def is_free(port: int, ip: str) -> bool:
     """Return whether a server could listen on `port` of `ip`; 0 stands for any port.
 
-    Raises CommandError if `ip` is no address of this machine, or `port` is reserved.
+    Raises CommandError if this machine does not have address `ip`, or `port` is
+    reserved.
     """
     try:
         family, *_, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
@@ -59,8 +60,8 @@ def is_free(port: int, ip: str) -> bool:
         if error.errno == errno.EADDRINUSE:
             return False
         raise CommandError(
-            f"{ip!r} is no address of this machine; use localhost, or 0.0.0.0 for all "
-            "of its addresses"
+            f"{ip!r} is not an address of this machine; use localhost, or 0.0.0.0 for "
+            "all of its addresses"
         ) from None
     return True
 

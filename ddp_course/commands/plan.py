@@ -66,7 +66,7 @@ def model_of(args: Namespace) -> tuple[Model, str]:
     """Return the model that the options describe, and the options that were assumed.
 
     With --layers and --hidden, activations are counted; then heads, sequence length and
-    vocabulary have defaults. Raises ValueError if the sizes make no model.
+    vocabulary have defaults. Raises ValueError if no model can have these sizes.
     """
     shape = {name: getattr(args, name) for name in SHAPE}
     typed = {name: value for name, value in shape.items() if value is not None}
@@ -89,7 +89,7 @@ def model_of(args: Namespace) -> tuple[Model, str]:
 
 
 def table(rows: list[Row]) -> Table:
-    """Return a table with a column per strategy, in a unit for the largest number."""
+    """Return a table with a column per strategy; its unit suits the largest number."""
     size, unit = _unit(max(max(row.ledger.total, row.bytes_sent) for row in rows))
     shown = Table(f"{unit} per GPU")
     for row in rows:

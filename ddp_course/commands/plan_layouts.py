@@ -1,7 +1,7 @@
 """`plan --gpu`: which layout is fastest on a cluster, and what training costs.
 
-Everything is predicted by `planning`; here the arguments are read, and the predictions
-printed.
+`planning` predicts everything; this module reads the options and prints the
+predictions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ddp_course.theory.plan import MODELS
 
 GB = 1e9  # decimal, as on data sheets
 SHAPE = ("layers", "hidden", "heads", "sequence", "vocab")
-SEQUENCE, VOCAB, STEP_TOKENS = 4096, 128_256, 4_000_000  # the defaults
+SEQUENCE, VOCAB, STEP_TOKENS = 4096, 128_256, 4_000_000  # defaults of these options
 NETWORK = 50  # GB/s of each GPU: 400 Gb/s
 SOURCES = (
     "bfloat16 (V100: float16), dense; links in one direction; -: not published. From "
@@ -46,7 +46,7 @@ def command(args: Namespace) -> int:
     console = Console(soft_wrap=True, highlight=False)
     if args.accelerators or args.anchors:
         if args.json:
-            raise CommandError(f"--json {args.json} goes with --preset or --parameters")
+            raise CommandError(f"--json {args.json} needs --preset or --parameters")
         console.print(accelerators() if args.accelerators else anchors())
         return 0
     try:
@@ -72,36 +72,37 @@ def command(args: Namespace) -> int:
 
 
 def workload_of(args: Namespace) -> tuple[Workload, list[str]]:
-    """Return the model and its batch, and the options that were filled in."""
-    said = {name: getattr(args, name) for name in SHAPE}
-    said = {name: value for name, value in said.items() if value is not None}
+    """Return the model and its batch, and the options that were assumed."""
+    typed = {name: getattr(args, name) for name in SHAPE}
+    typed = {name: value for name, value in typed.items() if value is not None}
     if args.preset is not None:
-        if said:
-            wrong = next(iter(said))
-            raise ValueError(f"--{wrong} goes with --parameters: a preset has a shape")
+        if typed:
+            wrong = next(iter(typed))
+            raise ValueError(f"--{wrong} needs --parameters: a preset has all sizes")
         known = MODELS[args.preset]
         shape = [getattr(known, name) for name in SHAPE]
         rows = rows_of(args, known.sequence)
         return Workload(known.parameters, *shape, rows, tied=True), []
-    sequence, vocab = said.get("sequence", SEQUENCE), said.get("vocab", VOCAB)
+    sequence, vocab = typed.get("sequence", SEQUENCE), typed.get("vocab", VOCAB)
     rows = rows_of(args, sequence)
     workload = Workload.of_size(args.parameters, sequence, vocab, rows)
-    if ("layers" in said) != ("hidden" in said):
-        raise ValueError("say both --layers and --hidden, or none of them")
-    if "hidden" in said:
-        most = max(1, said["hidden"] // 128)
-        heads = max(n for n in divisors(said["hidden"]) if n <= most)
-        workload = replace(workload, **{"heads": heads} | said)
-    elif "heads" in said:
-        raise ValueError(f"--heads {said['heads']} goes with --layers and --hidden")
-    usual = [f"--{n} {getattr(workload, n)}" for n in SHAPE if n not in said]
+    if ("layers" in typed) != ("hidden" in typed):
+        raise ValueError("set both --layers and --hidden, or neither")
+    if "hidden" in typed:
+        most = max(1, typed["hidden"] // 128)
+        heads = max(n for n in divisors(typed["hidden"]) if n <= most)
+        workload = replace(workload, **{"heads": heads} | typed)
+    elif "heads" in typed:
+        raise ValueError(f"--heads {typed['heads']} needs --layers and --hidden")
+    usual = [f"--{n} {getattr(workload, n)}" for n in SHAPE if n not in typed]
     return workload, usual
 
 
 def rows_of(args: Namespace, sequence: int) -> int:
-    """Return the rows of a step: about --step-tokens, in a number that dp can divide.
+    """Return the number of rows in a step that is nearest to --step-tokens.
 
-    That is a multiple of --gpus, or a divisor of it where there are fewer rows.
+    It is a multiple of --gpus or, if there are fewer rows than GPUs, a divisor, so that
+    the ranks of dp can share the rows equally. Raises ValueError below one row.
     """
     rows = args.step_tokens / sequence
     if rows < 1:
@@ -133,17 +134,18 @@ def software_of(args: Namespace) -> Software:
         )
     if args.bandwidth is not None:
         raise ValueError(
-            f"--bandwidth {args.bandwidth:g} goes without --gpu; with it, --network is "
-            "what a GPU sends to other nodes"
+            f"--bandwidth {args.bandwidth:g} cannot be combined with --gpu; use "
+            "--network, the GB/s that a GPU sends to other nodes"
         )
     if args.batch is not None:
         raise ValueError(
-            f"--batch {args.batch} goes without --gpu: layouts are tried with "
-            "microbatches of 1 to 16 rows, and --step-tokens is a step's whole batch"
+            f"--batch {args.batch} cannot be combined with --gpu: layouts are tried "
+            "with microbatches of 1 to 16 rows, and --step-tokens is a step's whole "
+            "batch"
         )
     if args.recompute == "selective" and not args.scores:
         raise ValueError(
-            "--recompute selective goes with --scores: fused attention keeps no scores "
+            "--recompute selective needs --scores: fused attention keeps no scores "
             "that could be computed again"
         )
     return Software(
@@ -169,11 +171,11 @@ def head(
         f"{cluster.node} in a node ({cluster.gpu.link / GB:g} GB/s each), "
         f"{cluster.network / GB:g} GB/s to other nodes each (1 GB = 10^9 bytes)",
     ]
-    return lines + ([f"Taken as usual: {' '.join(usual)}."] if usual else [])
+    return lines + ([f"Assumed: {' '.join(usual)}."] if usual else [])
 
 
 def layouts(found: Found, workload: Workload, cluster: Cluster, top: int) -> Table:
-    """Return a table of the fastest layouts: one row for each mesh, its fastest."""
+    """Return a table of the fastest layout of each mesh, with at most `top` rows."""
     table = Table("layout", title=None)
     for name in ("rows", "step s", "MFU", "tokens/s a GPU", "waits", "GB a GPU"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -211,7 +213,7 @@ def best(
         gpus = math.ceil(kept.total / found.limit)
         return [
             "No layout fits: weights, gradients and the optimizer's states are "
-            f"{kept.total / GB:,.0f} GB; {gpus:,} GPUs could hold them alone."
+            f"{kept.total / GB:,.0f} GB; {gpus:,} GPUs could hold these, but no more."
         ]
     first = found.best[0]
     seconds = {k: v for k, v in first.parts.items() if v >= 0.005 * first.seconds}
@@ -246,7 +248,7 @@ def training(
 
 
 def too_large(found: Found) -> list[str]:
-    """Return why simple layouts do not fit: data parallelism alone, by ZeRO stage."""
+    """Return why dp alone does not fit, by ZeRO stage, and layouts without an axis."""
     lines = []
     for zero in ZERO:
         named = f"dp alone, ZeRO-{zero}" if zero else "dp alone"
@@ -275,8 +277,8 @@ def too_large(found: Found) -> list[str]:
 NOT_PREDICTED = (
     "Not tried: ZeRO-3 in a pipeline, tp across nodes, replicas of shards (HSDP). "
     "Not predicted: experts, 8-bit numbers, launches of kernels, slow or crowded "
-    "links, stragglers, loading, saving, failures. A prediction is what good software "
-    "comes near to."
+    "links, stragglers, loading, saving, failures. Good software comes near to a "
+    "prediction."
 )
 
 
@@ -285,9 +287,10 @@ def held_against() -> str:
     errors = [anchor.error for anchor in ANCHORS if not anchor.fitted]
     half = statistics.median(map(abs, errors))
     return (
-        f"Of {len(errors)} published training runs that nothing was fitted to half "
-        f"were predicted within {half:.0%}; the worst were {max(errors):.0%} too fast "
-        f"and {-min(errors):.0%} too slow (ddp-course plan --anchors)."
+        f"Of {len(errors)} published training runs to which nothing was fitted, half "
+        f"were predicted within {half:.0%}; the worst predictions were "
+        f"{max(errors):.0%} too fast and {-min(errors):.0%} too slow (ddp-course plan "
+        "--anchors)."
     )
 
 

@@ -27,7 +27,7 @@ def all_reduce_rank() -> int:
 
 
 def prove_all_reduce(ranks: int = 4, fn: Callable = all_reduce_rank) -> str:
-    """Launch ranks that all-reduce a number each; return one line about it.
+    """Launch ranks that all-reduce a number each; return one line with the result.
 
     Raises CommandError if a rank gets a wrong sum.
     """
@@ -40,8 +40,8 @@ def prove_all_reduce(ranks: int = 4, fn: Callable = all_reduce_rank) -> str:
             f"all_reduce returned {sums} on the ranks; each must get {right}"
         )
     return (
-        f"{ranks} ranks started, added 1 to {ranks} with one all_reduce, each got "
-        f"{right}, and ended: {seconds:.2f} s."
+        f"{ranks} ranks started, summed the numbers 1 to {ranks} with one all_reduce, "
+        f"each got {right}, and ended: {seconds:.2f} s."
     )
 
 
@@ -69,11 +69,11 @@ def prove_training(
             f"steps their weights differ by {difference:.1g}"
         )
     return (
-        f"{ranks} processes trained one GPT for {steps} steps: {_course(many[0])}.",
-        f"They agree with one process: {_course(one)}, every weight within "
+        f"{ranks} processes trained one GPT for {steps} steps: {_losses(many[0])}.",
+        f"They agree with one process: {_losses(one)}, every weight within "
         f"{difference:.1g} ({seconds:.1f} s).",
     )
 
 
-def _course(history: History) -> str:
+def _losses(history: History) -> str:
     return f"loss {history.losses[0]:.3f} -> {history.losses[-1]:.3f}"

@@ -1,7 +1,7 @@
 """`doctor --report`: print a text to send when asking for help, with nothing private.
 
-It has no names of people, machines or folders. Of environment variables it has the
-names, never the values.
+The text has no names of people, machines or folders. It has the names of environment
+variables, but never their values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RELEVANT = re.compile(  # variables that change how ranks or kernels run
 
 
 def command(_: object = None) -> int:
-    """Print the report; 0 if ranks run here, else 1."""
+    """Print the report; return 0 if ranks run here, else 1."""
     machine = this_machine()
     lines = [f"ddp-course {ddp_course.__version__}, `ddp-course doctor --report`"]
     rows = facts(machine) | system()

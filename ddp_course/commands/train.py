@@ -40,7 +40,7 @@ from ddp_course.launch.torchrun import (
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.train import History, train
 
-DEADLINE = 10**6  # seconds: practically none
+DEADLINE = 10**6  # seconds: practically no deadline
 TERMINATED = 128 + signal.SIGTERM  # the exit code after SIGTERM, as in a shell
 
 
@@ -81,9 +81,9 @@ def ended(history: History, settings: dict[str, Any], file: Path | None) -> int:
 
 @contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, except while `train` or `spawn` wait to deliver it.
+    """Let SIGTERM raise SystemExit; `train` and `spawn` may first delay the signal.
 
-    Without it, Python would end at once, and a shell print "Terminated".
+    Otherwise, Python would end at once, and a shell would print "Terminated".
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -111,7 +111,10 @@ def run(settings: dict[str, Any]) -> History:
 
 
 def summary(history: History) -> str:
-    """Return two lines: ranks, steps, loss and time; and the checksum."""
+    """Return two lines: ranks, steps, loss and time; and the checksum.
+
+    Layouts differ in rounding, so their checksums differ.
+    """
     ranks = f"{history.world_size} rank{'s' * (history.world_size != 1)}"
     steps = f"{len(history.losses)} step{'s' * (len(history.losses) != 1)}"
     if history.resumed_at:
@@ -119,7 +122,6 @@ def summary(history: History) -> str:
     if history.losses:
         steps += f", loss {history.losses[0]:.4f} -> {history.losses[-1]:.4f}"
     seconds = f"{history.seconds:.1f} s"
-    # Layouts differ in rounding, so their checksums differ.
     words = f"{ranks}, {steps}, {seconds}"
     return f"{words}\nchecksum of all parameters, bit by bit: {history.checksum}"
 
@@ -145,7 +147,7 @@ def contents(history: History, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> int:
-    """Join the ranks, check that all have the same options, train; return a code."""
+    """Join the ranks, check that they have the same options, train; return the code."""
     with cause_first():
         join()
         _agree(settings)
