@@ -271,7 +271,7 @@ def test_the_doctor_tells_what_a_container_takes_away():
 
 def test_the_doctor_tells_when_gpus_were_tried(tmp_path):
     file, today = tmp_path / "results.json", date(2026, 3, 9)
-    assert "never tested on a GPU" in doctor.tried_on_gpus(file)
+    assert "never been tested on a GPU" in doctor.tried_on_gpus(file)
     record = {"date": "2026-02-27", "gpus": ["H100", "H100"], "torch": "2.13.0"}
     record |= {
         "nccl": "2.27",
@@ -420,7 +420,7 @@ def test_the_tunnel_leads_to_the_address_that_ssh_used():
 @pytest.mark.parametrize(
     ("display", "wanted", "can_open", "opened", "answer"),
     [
-        (True, True, True, 1, "opens it now"),
+        (True, True, True, 1, "opens this address now"),
         (True, True, False, 1, "Open this address"),
         (True, False, True, 0, "Open this address"),
         (False, True, True, 0, "ssh -L 8888"),

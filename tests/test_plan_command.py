@@ -158,7 +158,7 @@ def test_the_command_finds_what_the_chapter_finds(capsys):
 def test_nothing_fits(capsys):
     assert main(["plan", "--params", "405b", "--gpus", "8", "--gpu", "h100"]) == 1
     assert "No layout fits" in (text := capsys.readouterr().out)
-    assert "7,290 GB; 100 GPUs could hold them" in text, "18 bytes a parameter"
+    assert "7,290 GB; 100 GPUs could hold these" in text, "18 bytes a parameter"
     typed = "--params 405b --gpu h100 --optimizer sgd"
     assert main(["plan", *typed.split()]) == 1
     assert "4,050 GB" in capsys.readouterr().out, "no moments, and 10 bytes"

@@ -76,7 +76,7 @@ class Staging:
         self._views: dict[tuple, list[Tensor]] = {}
 
     def page(self, turn: int, like: Tensor) -> list[Tensor]:
-        """Return a page's slots, one per rank and one for results; each a flat `like`."""
+        """Return a page's slots (each rank's, then the results'), flat, like `like`."""
         key = turn, like.numel(), like.dtype
         if key not in self._views:
             if len(self._views) >= KEPT:

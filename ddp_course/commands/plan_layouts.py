@@ -213,7 +213,7 @@ def best(
         gpus = math.ceil(kept.total / found.limit)
         return [
             "No layout fits: weights, gradients and the optimizer's states are "
-            f"{kept.total / GB:,.0f} GB; {gpus:,} GPUs could hold these, but no more."
+            f"{kept.total / GB:,.0f} GB; {gpus:,} GPUs could hold these alone."
         ]
     first = found.best[0]
     seconds = {k: v for k, v in first.parts.items() if v >= 0.005 * first.seconds}

@@ -56,7 +56,7 @@ class StatesFinish:
     """A part that finishes the step before a state dict is read or loaded."""
 
     def before_replication(self, model: Any) -> None:
-        """Register hooks; they go with the model."""
+        """Register hooks, which are removed with the model."""
         for has_state in (*model.module.modules(), model.optimizer):
             while_alive(has_state.register_state_dict_pre_hook, model.finish)
             while_alive(has_state.register_load_state_dict_pre_hook, model.finish)
@@ -79,8 +79,8 @@ class Unchanged:
             now = slot.parameter._version, slot.parameter.data_ptr()
             if now != self.before[slot.parameter]:
                 raise RuntimeError(
-                    f"{slot.name} was changed while a step was due, which would be "
-                    "taken from there; call finish() before"
+                    f"{slot.name} was changed while a step was due, which would begin "
+                    "with the changed values; call finish() before you change it"
                 )
 
 
@@ -118,8 +118,8 @@ class NotYet:
                 if gradient is not None and not isinstance(gradient, UnderWay):
                     raise RuntimeError(
                         f"the gradient of {slot.name} was replaced while the one that "
-                        "backward has computed is under way: the step would not see "
-                        "it. Call finish() before you write a gradient"
+                        "backward has computed is under way: the step would ignore the "
+                        "new one. Call finish() before you write a gradient"
                     )
 
 
@@ -127,7 +127,7 @@ GRADIENTS = Tensor.grad.__get__, Tensor.grad.__set__  # as zero_grad uses them
 
 
 class StepDue(nn.Parameter):
-    """A parameter with a due step, which any use of the parameter takes first.
+    """A parameter with a due step, which is taken before any use of the parameter.
 
     Its layer waits for the gradient in any case. This class is for all other uses: a
     penalty in the loss, an average of weights, a tied matrix, a change by hand. Its
@@ -146,7 +146,7 @@ class StepDue(nn.Parameter):
             return function(*args, **(kwargs or {}))
 
     def take_step(self) -> None:
-        """Step, and be an ordinary parameter again."""
+        """Step, and become an ordinary parameter again."""
         self.__class__ = nn.Parameter
         weak, bucket = self.__dict__.pop("receive"), self.__dict__.pop("bucket")
         if (receive := weak()) is not None:
@@ -196,7 +196,7 @@ def check_one_by_one(optimizer: Optimizer) -> None:
     start, name = torch.linspace(-1, 1, 12).view(3, 4), type(optimizer).__name__
     options = options_of(optimizer)[0]
     if "lr" in options:
-        options["lr"] = options["lr"] * 0 + 0.1  # the real one may begin at 0
+        options["lr"] = options["lr"] * 0 + 0.1  # the real rate may begin at 0
     accepted = inspect.signature(type(optimizer)).parameters
 
     def stepped(one_by_one: bool) -> list[Tensor]:
@@ -216,29 +216,30 @@ def check_one_by_one(optimizer: Optimizer) -> None:
         together, apart = stepped(False), stepped(True)
     except Exception as error:  # whatever somebody's optimizer raises
         raise ValueError(
-            f"{name} cannot step parameters one by one: tried, it says {error!r}"
+            f"{name} cannot step parameters one by one: a test raised {error!r}"
         ) from error
     if not all(map(torch.equal, together, apart)):
         raise ValueError(
             f"{name} cannot step parameters one by one: its steps of single parameters "
-            "differ from its step of all"
+            "differ from its step of all parameters"
         )
 
 
 def beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return another process group of the same ranks, created at the first call.
 
-    All these ranks call it together. Raises ReplicaError if some are members of more
-    groups than others: PyTorch would give the new one other names there, and hang.
+    All these ranks call it together. Raises ReplicaError if some ranks are members of
+    more groups than others: PyTorch would then name the new group differently on them,
+    and hang.
     """
-    its = meeting(group)
-    if "beside" not in its.kept:
+    first = meeting(group)
+    if "beside" not in first.kept:
         count = len(dist.distributed_c10d._world.pg_names)
         agreed(lambda: None, group, **{"process groups that it is in": count})
-        everyone = its.size == dist.get_world_size()
+        everyone = first.size == dist.get_world_size()
         other = dist.new_group(
-            None if everyone else its.ranks, use_local_synchronization=not everyone
+            None if everyone else first.ranks, use_local_synchronization=not everyone
         )
         meeting(other)  # a collective call, too
-        its.kept["beside"] = other
-    return its.kept["beside"]
+        first.kept["beside"] = other
+    return first.kept["beside"]

@@ -1,8 +1,8 @@
 """Judge a step: is it legal, what is its critical path, and is there a better order?
 
 `check` uses only the events, whether they are simulated, written by hand, or recorded
-on ranks. `critical_path` goes back from the end of the step, from each event to the one
-that it waited for. `best_order` tries all orders. Chapter 15.
+on ranks. `critical_path` goes back from the end of the step, from each event to the
+event that it waited for. `best_order` tries all orders. Chapter 15.
 """
 
 import math
@@ -36,7 +36,7 @@ def check(step: TimedStep) -> str:
     3. no piece is sent before the layer's backward has ended, no layer is updated
        before all its pieces were sent (all pieces of all layers, if the policy waits
        for all), and none runs forward before it was updated;
-    4. no more pieces are handed over, and not yet sent, than the credit allows.
+    4. at no time are more pieces handed over but not yet sent than the credit allows.
 
     A piece that is never sent breaks condition 1. Raises OrderError, which names the
     first problem.
@@ -65,7 +65,7 @@ def _not_once(step: TimedStep) -> Iterator[str]:
         if key in keys:
             yield f"{event} is done twice"
         elif key not in lengths:
-            yield f"{event} is no part of these layers"
+            yield f"{event} is not part of these layers"
         elif event.end - event.start != lengths[key]:
             took = event.end - event.start
             yield f"{event} takes {took}; it must take {lengths[key]}"
@@ -111,7 +111,7 @@ def _beyond_credit(step: TimedStep) -> Iterator[str]:
 
 
 def needs(step: TimedStep, event: StepEvent) -> list[StepEvent]:
-    """Return the events that must end before this one, beside those of its lane."""
+    """Return the events of other kinds that must end before this event starts."""
     before = {"send": "backward", "update": "send", "forward": "update"}.get(event.op)
     everywhere = event.op == "update" and step.policy.wait_for_all
     return [
@@ -124,9 +124,10 @@ def needs(step: TimedStep, event: StepEvent) -> list[StepEvent]:
 def critical_path(step: TimedStep) -> tuple[StepEvent, ...]:
     """Return the critical path: events that would delay the end, the first one first.
 
-    It leads from the last event back to the one that each waited for: the previous
-    event of its lane, or one that it needs, whichever ended later (the needed one, if
-    both ended together). Events that take no time are left out.
+    It is found backwards, from the last event, by going from each event to the one that
+    it waited for: the previous event of its lane, or one that it needs, whichever ended
+    later (the needed one, if both ended together). Events that take no time are left
+    out.
     """
     path = [max(step.events, key=lambda event: event.end)]
     while True:
@@ -143,8 +144,8 @@ def critical_path(step: TimedStep) -> tuple[StepEvent, ...]:
 def best_order(layers: Sequence[Layer], policy: Policy = FIFO) -> TimedStep:
     """Try all orders of all pieces; return the step with the shortest time.
 
-    Pieces of one layer are equal, so they keep their order. Of `policy` only `piece`
-    and `wait_for_all` count. Raises ValueError for more than 9 pieces.
+    Pieces of one layer are equal, so they keep their order. Only `piece` and
+    `wait_for_all` of `policy` are used. Raises ValueError for more than 9 pieces.
     """
     pieces = pieces_of(layers, policy.piece)
     if len(pieces) > MOST:

@@ -41,14 +41,14 @@ class NaiveScheduledDataParallel(nn.Module):
             layer.register_forward_pre_hook(lambda *_, step=step: step())
             for p in own:
                 dist.broadcast(p.data, 0)
-                p.register_post_accumulate_grad_hook(partial(self._is_ready, k))
+                p.register_post_accumulate_grad_hook(partial(self._add_ready, k))
 
     def forward(self, *inputs: Any) -> Any:
         """Run the module; each layer waits for its own gradients, and steps."""
         return self.module(*inputs)
 
-    def _is_ready(self, layer: int, parameter: nn.Parameter) -> None:
-        """Add a gradient; send the most urgent one if none is under way."""
+    def _add_ready(self, layer: int, parameter: nn.Parameter) -> None:
+        """Add a ready gradient; send the most urgent one if none is under way."""
         self.ready.append((layer, parameter))
         if all(work.is_completed() for work in self.work.values()):
             self._send_most_urgent()

@@ -30,11 +30,12 @@ WHOLE = 1e9  # MiB: a bucket for each layer, however large
 
 
 class OrderedDataParallel(nn.Module):
-    """A wrapper that averages gradients in an order, and steps layer by layer.
+    """A wrapper that averages gradients in a stated order, and steps layer by layer.
 
     Args:
         module: the same on all ranks; all get rank 0's values.
-        optimizer: any optimizer of `module.parameters()` that steps each by itself.
+        optimizer: any optimizer of `module.parameters()` that can step each parameter
+            without the others.
         piece: bytes of a piece; None sends a layer's gradient as a whole.
         process_group: the ranks that share a batch; None means all.
         sending: a second process group of the same ranks, for gradients only.
@@ -43,10 +44,10 @@ class OrderedDataParallel(nn.Module):
         parts: objects with methods for the moments of the `Engine`, and for:
 
             before_replication(model)        the ranks' modules may still differ
-            after_replication(model)         they are equal, and `engine` exists
+            after_replication(model)         modules are equal, and `engine` exists
             before_forward(model), after_forward(model, output)
             layer_reached(model, name)       a layer's forward has been called
-            before_layer(model, buckets)     its parameters are up to date
+            before_layer(model, buckets)     the layer's parameters are up to date
             step_due(model)                  the program has called `step`
             before_update(model, bucket), after_update(model, bucket)
 
@@ -112,7 +113,7 @@ class OrderedDataParallel(nn.Module):
         return output
 
     def _backward_begins(self) -> None:
-        """Receive the gradients of the last pass: this one adds to them."""
+        """Receive the gradients of the last pass, since this pass adds to them."""
         self.finish()
         self.engine.begin()
 
@@ -200,13 +201,14 @@ class Layers:
 
     Args:
         module: the model.
-        whole: modules that are one layer with all that is in them.
+        whole: modules that count as one layer with all their submodules.
         piece: bytes; small neighbouring layers are sent together, up to this size.
 
     Attributes:
         uses: name -> the parameters that this layer waits for.
         users: parameter -> the names of all layers that use it.
-        own: name -> its parameters by their full names; a tied one has one owner.
+        own: name -> the layer's parameters, by full name; a tied parameter belongs to
+            the first layer that uses it.
         groups: names of layers that are sent together, in the order of backward.
     """
 
@@ -233,7 +235,7 @@ class Layers:
 
 
 def groups_of(own: Mapping[str, Mapping[str, Tensor]], piece: float) -> list[list[str]]:
-    """Return the layers in reverse order; small neighbours fill up a piece."""
+    """Return groups of layers' names, last layer first; small ones share a piece."""
     groups, filled = [], math.inf
     for name in reversed([name for name in own if own[name]]):
         nbytes = sum(p.nbytes for p in own[name].values())
@@ -251,10 +253,10 @@ def groups_of(own: Mapping[str, Mapping[str, Tensor]], piece: float) -> list[lis
 def only(
     optimizer: Optimizer, parameters: set[Tensor], options: Sequence[dict[str, Any]]
 ) -> Iterator[None]:
-    """Let an optimizer have these parameters alone, and its groups these options.
+    """Limit an optimizer to these parameters, and give its groups these options.
 
-    Its groups are narrowed only for a moment, so its state can still be saved, and a
-    scheduler can still change its `lr`.
+    The groups are limited only inside the block, so the optimizer's state can still be
+    saved, and a scheduler can still change its `lr`.
     """
     groups = optimizer.param_groups
     own = [[p for p in group["params"] if p in parameters] for group in groups]

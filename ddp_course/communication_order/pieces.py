@@ -1,9 +1,9 @@
-"""A reducer of the engine that sends gradients in pieces, in an order of all ranks.
+"""A reducer of the engine that sends gradients in pieces, in one order on all ranks.
 
-Only their order identifies collectives. So it must be the same on all ranks, whichever
-gradients are ready on each: if every rank chose its own order, one rank's first layer
-would be added to another's last (`naive`), and over NCCL ranks would hang. There are
-two solutions:
+Only their order identifies collectives. So the order must be the same on all ranks,
+whichever gradients are ready on each: if every rank chose its own order, one rank's
+first layer would be added to another's last (`naive`), and over NCCL ranks would hang.
+There are two solutions:
 
     one rank decides, and tells the others before each piece    ByteScheduler
     all follow one order, derived from earlier times            TicTac; here
@@ -11,7 +11,7 @@ two solutions:
 The second sends only gradients, and needs neither a thread nor a queue: the hook of a
 ready gradient sends its pieces if it is their turn, and later pieces that are ready.
 (The order already accounts for the credit.) The price: if times change, a ready piece
-may wait for one that is not. Chapter 15.
+may wait for a piece that is not ready. Chapter 15.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -36,8 +36,8 @@ class InPieces(BucketReducer):
 
     Attributes:
         order: (number of the bucket, number of the piece) of all pieces; at first in
-            the order of the buckets, the last layer's first.
-        under_way: numbers of the buckets that the parameters have not yet received.
+            the order of the buckets, the last layer's bucket first.
+        under_way: numbers of the buckets that were sent, but not yet waited for.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class InPieces(BucketReducer):
         self.order += tuple((bucket.index, k) for k in range(len(cut)))
 
     def pass_begins(self, engine: Engine) -> None:
-        """Start the order again."""
-        for bucket in engine.buckets:  # an error may have left some under way
+        """Start again with the first piece of `order`."""
+        for bucket in engine.buckets:  # an error may have left pieces under way
             self.wait_for(bucket)
         self.remaining, self.ready = list(self.order), set()
 

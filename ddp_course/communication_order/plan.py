@@ -27,15 +27,15 @@ from ddp_course.mechanisms.buckets import LiveBucket
 from ddp_course.mechanisms.timeline import GpuClock
 from ddp_course.theory.ordering import Layer
 
-WARM = 2  # passes before planning; the last one's times are used
+WARM = 2  # passes before planning; the times of the last one are used
 
 
 class Planned:
     """A part that times the first passes, then sets the reducer's order by `policy`.
 
-    It also writes the times of layers' forwards and updates into open event logs. Until
-    there is a plan, forward waits until all layers are updated. With a policy whose
-    `wait_for_all` is set, it always does.
+    It also writes the times of layers' forwards and updates into open event logs.
+    Forward waits until all layers are updated, before there is a plan; and always if
+    the policy's `wait_for_all` is set.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -69,7 +69,7 @@ class Planned:
         self.passes += 1
 
     def before_forward(self, model: Any) -> None:
-        """Plan as soon as there are times; until then wait for everything."""
+        """Plan once enough passes have been timed; until then, wait for all layers."""
         if self.planned is None or self.policy.wait_for_all:
             model.finish()
         if self.passes >= WARM and self.planned is None and torch.is_grad_enabled():
@@ -144,9 +144,9 @@ def plan(
 ) -> TimedStep:
     """Return the step of `policy` for measured times; all ranks must call it.
 
-    `layers` are in the order of forward; `ready` has seconds by the number of the
-    bucket, `took` those of an op ("update" or "forward") on this rank. A piece of
-    `policy` is in bytes.
+    `layers` are in the order of forward. `ready` has the seconds until each bucket was
+    full, by bucket; `took` has this rank's seconds by (op, bucket), for the ops
+    "update" and "forward". The `piece` of `policy` is in bytes.
     """
     own = []
     for k, layer in enumerate(layers):
@@ -163,10 +163,10 @@ def plan(
 
 
 def measure_link(reducer: InPieces) -> tuple[float, float]:
-    """Return the seconds of a piece beside its length, and the seconds of a byte.
+    """Return the seconds that any piece takes, and the further seconds of each byte.
 
-    Measures single numbers and largest pieces, three at a time as in a step; the
-    shorter of two measurements counts.
+    Measures all-reduces of single numbers and of the largest piece, three at a time as
+    in a step; the shorter of two measurements counts.
     """
     largest = max((cut[0] for cut in reducer.pieces), key=lambda piece: piece.nbytes)
 

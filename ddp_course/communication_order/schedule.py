@@ -10,7 +10,7 @@ A layer's gradient may be sent when its backward has ended, and its parameters m
 updated when all its pieces have been sent. A *policy* chooses the next piece:
 
     WAIT_FOR_ALL       first come, first served; updates wait for everything: DDP
-    FIFO               the same, and forward goes on layer by layer
+    FIFO               first come, first served; forward goes on layer by layer
     priority(piece)    the first layers' gradients first, in pieces
 
 A piece that was handed over to the link cannot be called back. So a policy has a
@@ -158,7 +158,7 @@ class TimedStep:
     Attributes:
         layers: the layers with their times.
         policy: the rule that chose the pieces.
-        each: time of every piece on the link beside its length.
+        each: time on the link that every piece takes in addition to its length.
         events: the events, in the order of their starts.
     """
 
@@ -212,7 +212,7 @@ def simulate_step(
     Args:
         layers: the layers in the order of forward.
         policy: the rule that chooses pieces.
-        each: time of a piece on the link beside its own length.
+        each: time on the link that every piece takes in addition to its length.
         launch: time from handing a piece over to its start on the link; with a credit
             above 1 it overlaps with the sends of earlier pieces.
 
@@ -230,10 +230,11 @@ def follow(
 ) -> TimedStep:
     """Return the simulated step in which pieces are sent exactly in this order.
 
-    The link waits for the next piece of the order even if others are ready, as ranks do
+    The link waits for the next piece of the order even if others are ready, as on ranks
     that have agreed on an order. `order` may have numbers of layers in place of pieces,
-    once for each piece of the layer. Of `policy` only `piece` and `wait_for_all` count.
-    Raises OrderError if the order leaves a piece out, or has one that does not exist.
+    once for each piece of the layer. Only `piece` and `wait_for_all` of `policy` are
+    used. Raises OrderError if the order leaves a piece out, or has one that does not
+    exist.
     """
     remaining = list(_as_pieces(order))
 
@@ -291,7 +292,7 @@ def _sends(
     waiting: dict[int, deque[tuple[GradientPiece, Real]]] = {}  # layer -> its pieces
     for piece, length in pieces_of(layers, policy.piece).items():
         waiting.setdefault(piece.layer, deque()).append((piece, length))
-    free = 0  # time from which on the link is free
+    free = 0  # time at which the link becomes free
     under_way: list[Real] = []  # end times of pieces that were handed over
     while waiting:
         under_way = [end for end in under_way if end > now]
@@ -323,7 +324,7 @@ def _sends(
 def _forward(
     layers: Sequence[Layer], sent: Sequence[Real], policy: Policy, now: Real
 ) -> Iterator[StepEvent]:
-    """Update and run each layer when its gradient has been sent, or all have."""
+    """Update and run each layer when its gradient has been sent, or all gradients."""
     if policy.wait_for_all:
         sent = [max(sent)] * len(layers)
     ops = [(op, k) for k in range(len(layers)) for op in ("update", "forward")]

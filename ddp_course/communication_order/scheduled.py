@@ -2,7 +2,7 @@
 
 The order is derived from the times of the first passes (`plan`), and all ranks follow
 it (`pieces` explains why). Until then gradients are sent as they become ready, and
-forward waits for all. Chapter 15.
+forward waits for all of them. Chapter 15.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,19 +56,20 @@ class ScheduledDataParallel(OrderedDataParallel):
     `backward` and the next forward gradients are being sent: using one raises an error.
     A layer is a module that has parameters of its own; small neighbours are sent
     together, up to a piece, as every message costs time. Any other use of a parameter
-    before its layer's, such as a penalty in the loss, an average of weights or a change
-    by hand, waits for its step.
+    before its layer runs, such as a penalty in the loss, an average of weights or a
+    change by hand, first takes the parameter's step.
 
-    All ranks must construct it together. Keep it as long as you train (its hooks go
-    with it), and call `finish()` at the end: the last step may still be due. On a GPU,
-    where this was not run, times are those of its stream.
+    All ranks must construct it together. Keep it as long as you train (its hooks are
+    removed with it), and call `finish()` at the end: the last step may still be due. On
+    a GPU, where this class was never run, times are those of the GPU's stream.
 
     Args:
         module: the same on all ranks; all get rank 0's values. Each rank keeps its
             own buffers.
-        optimizer: any optimizer of `module.parameters()` that steps each by itself.
-        policy: chooses the order; its `piece` is in bytes. With a policy that waits for
-            all, forward waits, too.
+        optimizer: any optimizer of `module.parameters()` that can step each parameter
+            without the others.
+        policy: chooses the order; its `piece` is in bytes. With `wait_for_all`, forward
+            waits for all gradients.
         process_group: the ranks that share a batch; None means all.
         all_reduce: any all-reduce of this course, or PyTorch's.
         layers: modules that count as one layer with all their submodules.
@@ -93,7 +94,8 @@ class ScheduledDataParallel(OrderedDataParallel):
                 f"policy is {policy!r}; it must be a Policy, such as "
                 "priority(piece=2**20, credit=1)"
             )
-        piece = policy.piece and max(16, int(policy.piece) // 16 * 16)  # whole numbers
+        # A multiple of 16 bytes, so that no element of any type is cut.
+        piece = policy.piece and max(16, int(policy.piece) // 16 * 16)
         recovery = Recovery(process_group, quick_exchange(process_group))
         self.planner = Planned(replace(policy, piece=piece))
         parts = [
@@ -125,7 +127,7 @@ class ScheduledDataParallel(OrderedDataParallel):
 
 
 def recorded(events: "Sequence[Event]", model: ScheduledDataParallel) -> TimedStep:
-    """Return the recorded events of backward, step and the next forward, as a step.
+    """Return recorded events of backward, step and the next forward as a TimedStep.
 
     Times are seconds from the start of backward. Sends are included if the collective
     is one of this course. Compare the result with `model.planned`. Raises ValueError

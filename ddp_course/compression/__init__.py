@@ -12,7 +12,7 @@ Read the modules in this order:
     sparse      the largest numbers, or random ones
     powersgd    matrices of low rank: an all-reduce can add their factors
     course_exchange
-                this course's metered collectives, beside backward
+                this course's metered collectives, which run during backward
     play        run the compressors of all ranks in one process
     named       compressors by name, such as "topk:0.01"
 

@@ -1,4 +1,4 @@
-"""`CourseExchange`: the course's collectives, which run beside backward.
+"""`CourseExchange`: the course's collectives, which run while backward goes on.
 
 Only the course's collectives are counted by byte meters and delayed by slow links. They
 run in a thread of the process group, so that backward goes on while a bucket is
@@ -25,7 +25,7 @@ class CourseExchange(Exchange):
 
     Args:
         group: the ranks; None means all.
-        all_reduce: `ring_all_reduce`, `dist.all_reduce` or another of that form.
+        all_reduce: `ring_all_reduce`, `dist.all_reduce` or one with the same arguments.
     """
 
     def __init__(

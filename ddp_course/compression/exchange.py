@@ -1,8 +1,8 @@
 """The collectives that a compressor needs: a sum, an all-gather, an all-to-all.
 
 `Exchange` calls torch.distributed and waits for the result. `CourseExchange` runs the
-course's own collectives beside backward, and `play` runs all ranks in one process.
-Chapter 14.
+course's own collectives while backward goes on, and `play` runs all ranks in one
+process. Chapter 14.
 """
 
 from collections.abc import Callable

@@ -3,7 +3,7 @@
 Chapter 14.
 """
 
-# No `from __future__ import annotations`: PyTorch's DDP reads those of its hooks.
+# No `from __future__ import annotations`: PyTorch's DDP checks its hooks' annotations.
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ class Compressor:
         exchange: the collectives and their group; None means torch.distributed's, among
             all ranks. A `CourseExchange` is metered, and sends while backward goes on.
 
-    Every rank constructs its own, with the same arguments. With feedback it belongs to
-    one model, and stores as many bytes as the gradients have.
+    Every rank constructs its own compressor, with the same arguments. With feedback it
+    belongs to one model, and stores as many bytes as the gradients have.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Compressor:
         """Drop a bucket's memory if its mean has an inf or a nan.
 
         A loss scaler skips such a step. Otherwise the inf would stay in the memory, and
-        in every later mean. All ranks have the same mean, so all drop theirs.
+        in every later mean. All ranks have the same mean, so all drop their memory.
         """
         if self.remembers(index) and not mean.isfinite().all():
             self.forget(index)
@@ -89,7 +89,7 @@ def compress(
     if isinstance(state, type):
         name = state.__name__
         raise ValueError(
-            f"state is the class {name}; pass an object of it, as {name}(...), to "
+            f"state is the class {name}; pass an object of this class, {name}(...), to "
             "register_comm_hook"
         )
     if (kind := bucket.buffer().dtype).is_complex:

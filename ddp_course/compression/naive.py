@@ -1,7 +1,7 @@
 """Two compressors in a few lines each, for one tensor on every rank.
 
-They store nothing from step to step, except PowerSGD's Q; `feedback` adds error
-feedback. Chapter 14.
+They store nothing from step to step; the caller passes PowerSGD's Q on. `feedback` adds
+error feedback. Chapter 14.
 """
 
 import torch

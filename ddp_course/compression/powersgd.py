@@ -148,15 +148,15 @@ def factors(n: int, m: int, rank: int) -> int:
 
 
 def product(matrices: Tensor, thin: Tensor) -> Tensor:
-    """Return matrices @ thin, transposed, as BLAS then takes a third of the time."""
+    """Return matrices @ thin; its transpose takes BLAS a third of the time."""
     return (thin.mT @ matrices.mT).mT
 
 
 def orthonormal(matrices: Tensor) -> Tensor:
     """Replace each matrix, [..., n, r], with orthonormal columns, in place: Q of Q R.
 
-    They span the same space as before. Columns of zeros become orthonormal, too, so a
-    matrix that is zero in one step can be sent in the next.
+    The columns span the same space as before. Columns of zeros become orthonormal, too,
+    so a matrix that is zero in one step can be sent in the next.
     """
     least = torch.promote_types(matrices.dtype, torch.float32)  # QR needs 32 bits
     return matrices.copy_(torch.linalg.qr(matrices.to(least)).Q)

@@ -61,9 +61,9 @@ class TopK(Gathered):
 class RandomK(Compressor):
     """A compressor to k random values, new ones in every step; 4 bytes each.
 
-    With feedback they are sent unchanged. Without it they are multiplied by numel / k:
-    then their expected value is the gradient (they are unbiased), and their variance is
-    larger. All ranks must have the same `seed`.
+    With feedback the values are sent unchanged. Without it they are multiplied by
+    numel / k: then their expected value is the gradient (they are unbiased), and their
+    variance is larger. All ranks must have the same `seed`.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
     model = context_parallel(build_gpt("1m"))     # on all ranks: the same seed
     _, loss = model(x, y)                         # the same x and y on all ranks
-    loss.backward()                               # then average over these ranks, too
+    loss.backward()                               # then average gradients, see below
 
 Only three places of the model know that the sequence is divided:
 
@@ -149,13 +149,13 @@ class AverageLoss(Function):
 
 
 class GatheredLogits:
-    """The logits of all positions, in their order, gathered from the ranks."""
+    """The logits of all positions, gathered from the ranks, in the sequence's order."""
 
     def __init__(self, gather: Callable[[Tensor], Tensor], division: Division) -> None:
         self.gather, self.division = gather, division
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return all logits, (B, T, V), on every rank, from (B, T/N, V) of each.
+        """Return all logits, (B, T, V), on every rank, from each rank's (B, T/N, V).
 
         A rank that has not embedded the tokens, as in a later stage of a pipeline, does
         not know T, and returns the logits of the padding, too.
@@ -215,7 +215,7 @@ def context_parallel(
     model.embed = DividedEmbedding(model.embed, division, check)
     for block in model.blocks:
         block.attn.attend = division.attend
-    ends = getattr(model, "ends", model)  # a tensor-parallel GPT has its ends apart
+    ends = getattr(model, "ends", model)  # a tensor-parallel GPT has both in `ends`
     ends.loss_fn = DividedLoss(ends.loss_fn, division, check)
     ends.gather_logits = GatheredLogits(ends.gather_logits, division)
     return model

@@ -23,13 +23,13 @@ from torch import Tensor
 def merge(
     out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge the outputs and lses of two blocks of keys; return those of both together.
+    """Merge the outputs and lses of two blocks of keys; return the merged pair.
 
     Outputs are (..., T, D), lses (..., T). For a query that sees no key of a block, the
     block's lse is -inf, and its output can be anything.
     """
     share = torch.sigmoid(lse2 - lse1)[..., None]  # weight of block 2
-    share = torch.where(lse2.isneginf()[..., None], 0.0, share)  # no nan if both are
+    share = torch.where(lse2.isneginf()[..., None], 0.0, share)  # 0 if both are -inf
     out = out1 - share * (out1 - out2)
     return out, torch.logaddexp(lse1, lse2)
 
@@ -42,7 +42,7 @@ def attend(
     Args:
         q: (..., Tq, D).
         k, v: (..., Tk, D); their other dimensions are those of q, or 1.
-        visible: (Tq, Tk) bool, which query sees which key; None: each sees all.
+        visible: (Tq, Tk) bool, which query sees which key; None: every query sees all.
     """
     scores = _scores(q, k, visible)
     lse = scores.logsumexp(-1)
@@ -72,7 +72,7 @@ def attend_backward(
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor | None) -> Tensor:
-    """Return the scaled products, in float32 at least; -inf where nothing is seen.
+    """Return the scaled products, in float32 at least; -inf for keys that are hidden.
 
     The absolute error of a score is the relative error of its exponential, and bfloat16
     rounds a score of 60 by up to .12.

@@ -38,7 +38,7 @@ class RingRecorder:
         self._write(self.op, "compute", step=step, pairs=pairs)
 
     def arrived(self, ring: Ring, step: int) -> None:
-        """Write an event of the wait."""
+        """Write an event for the wait."""
         self._write("wait", "wait", step=step)
 
     def passed_on(self, ring: Ring, tensor: Tensor, handles: Sequence[Handle]) -> None:

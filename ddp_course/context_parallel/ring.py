@@ -98,7 +98,7 @@ class Ring:
                 yield rows, columns, q[:, None] >= k
 
     def pairs(self, source: int) -> int:
-        """Return how many pairs these blocks compute, hidden ones included."""
+        """Return how many pairs the blocks of `source` have, hidden pairs included."""
         blocks = self.blocks(source, torch.device("cpu"))
         return sum((r.stop - r.start) * (c.stop - c.start) for r, c, _ in blocks)
 
@@ -177,9 +177,9 @@ class RingAttention(Function):
             announce(ring.parts, "before_compute", ring, step, ring.pairs(source))
             for rows, columns, visible in ring.blocks(source, q.device):  # compute
                 keys, values = kv[..., columns, :]
-                of_rows = lse[..., rows], dout[..., rows, :], delta[..., rows]
+                row_values = lse[..., rows], dout[..., rows, :], delta[..., rows]
                 block = heads[..., rows, :], keys, values, visible
-                dq_block, dk, dv = attend_backward(*block, *of_rows)
+                dq_block, dk, dv = attend_backward(*block, *row_values)
                 dq[..., rows, :] += dq_block
                 dkv[0][..., columns, :] += dk
                 dkv[1][..., columns, :] += dv

@@ -8,7 +8,7 @@ second all-to-all sends the outputs back:
     rank 1   positions 32-63, heads 0-11  ->   heads 6-11, positions 0-63
 
 No rank can have less than a head, so there are at most as many ranks as heads of keys.
-Sent by each rank, forward and once more backward: (N - 1) / N of its queries, keys,
+Sent by each rank, in forward and again in backward: (N - 1) / N of its queries, keys,
 values and outputs. Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509.
 """
 
@@ -64,7 +64,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, group: Group = None) -> T
         if x.shape[1] % n:
             raise ValueError(
                 f"{name} has {x.shape[1]} heads, which {n} ranks cannot share equally; "
-                "take a number of ranks that divides it, or ring attention"
+                "take a number of ranks that divides them, or ring attention"
             )
     q, k, v = (HeadExchange.apply(x, 1, 2, group) for x in (q, k, v))  # (B, H/N, T, D)
     grouped = k.shape[1] != q.shape[1]

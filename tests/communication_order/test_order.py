@@ -191,7 +191,7 @@ def changed(step: TimedStep, op: str, layer: int, to: dict) -> TimedStep:
         ("send", 1, {}, "send 1.0 is never done"),
         ("send", 1, {"layer": 2}, "send 2.0 is done twice"),
         ("send", 1, {"end": 12}, "send 1.0 takes 6; it must take 5"),
-        ("send", 1, {"piece": 1}, "send 1.1 is no part of these layers"),
+        ("send", 1, {"piece": 1}, "send 1.1 is not part of these layers"),
         ("send", 1, {"start": 5, "end": 10}, "1.0 begins at 5, send 2.0 ends at 6"),
         ("send", 2, {"start": 1, "end": 5}, "needs backward 2, which ends at 2"),
         ("update", 0, {"start": 15, "end": 15}, "forward 0 begins at 13; it needs upd"),

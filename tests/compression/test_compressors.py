@@ -269,7 +269,7 @@ def test_a_matrix_that_is_zero_in_powersgds_first_step_is_sent_in_the_next(monke
 test_what_cannot_be_is_told = refused(
     (
         lambda: compress(PowerSGD, None),
-        r"state is the class PowerSGD; pass an object of it, as PowerSGD\(\.",
+        r"state is the class PowerSGD; pass an object of this class, PowerSGD\(",
     ),
     (lambda: TopK(0), "density is 0; it must be above 0, and at most 1"),
     (lambda: RandomK(True), "density is True; it must be a number"),
