@@ -1,13 +1,13 @@
-"""Floor 0: how ranks come to life, and how they end.
+"""Floor 0: how ranks start, and how they end.
 
-`spawn(fn, *args, world_size=4)` calls `fn` on four processes and returns what they
-returned. Read the modules in this order:
+`spawn(fn, *args, world_size=4)` calls `fn` in four processes and returns their results.
+Read the modules in this order:
 
     topology    node, rank, local_rank, node_rank, and a rank's own device
     devices     which GPUs or CPU and which backend a launch gets
     links       how long a message takes between two ranks
     lines, wire the slow lines of a rank, and how a sender finds them
-    job         the arguments of a launch, checked and decided
+    job         the checked arguments of a launch
     naive       a first launcher: torch.multiprocessing and nothing else
     api         `spawn`
     parent      the launcher's side: start the ranks, listen, end them, report
@@ -21,7 +21,7 @@ returned. Read the modules in this order:
                 a backend with NCCL's rules, for any machine
     calls       notes of each rank's last collectives, so that a failure can name them
     deadlock    how ranks notice that they wait for each other forever
-    __main__    the same function under torchrun, on one machine or many
+    __main__    run the same function under torchrun, on one machine or many
 """
 
 from ddp_course.launch.api import spawn

@@ -13,8 +13,8 @@ On several machines, run on each of them (A is any one of them):
     torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d \\
         --rdzv-endpoint A:29400 -m ddp_course.launch ddp_course.train:train
 
-With `--strict`, NCCL's rules apply on the CPU (`launch.strict`). It also runs any
-program that creates its process group itself:
+With `--strict`, NCCL's rules apply on the CPU (`launch.strict`). `--strict` also runs
+any program that creates its process group itself:
 
     torchrun --nproc-per-node 4 -m ddp_course.launch --strict program.py [ARGUMENT ...]
 
@@ -83,7 +83,7 @@ def find_function(name: str) -> Callable:
     module_name, colon, function_name = name.partition(":")
     if not colon or module_name[:1] in ("", ".") or not function_name:
         raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
-    sys.path.insert(0, str(Path.cwd()))  # `python -m` adds it, torchrun does not
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; torchrun does not
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -137,4 +137,4 @@ def _literal(word: str) -> Any:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # now and then, PyTorch's threads abort a rank that exits in good order
+    os._exit(0)  # now and then, PyTorch's threads abort a rank that exits normally

@@ -1,4 +1,4 @@
-"""`spawn`: call a function on every rank, and get back what it returned."""
+"""`spawn`: call a function on every rank, and return the ranks' results."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from ddp_course.launch.links import Links
 from ddp_course.launch.parent import Launch
 from ddp_course.launch.reports import LaunchArgumentError
 
-_announced: set[str] = set()  # sentences about where the ranks run, printed already
+_announced: set[str] = set()  # the sentences that `_print_once` has printed
 
 
 def spawn(
@@ -43,15 +43,16 @@ def spawn(
     Args:
         fn: the function that every rank calls.
         args: its arguments, the same for all ranks.
-        world_size: the number of ranks, 1 to 64; 4 unless the next two say otherwise.
+        world_size: the number of ranks, 1 to 64; by default nnodes * nproc_per_node, or
+            4 if nproc_per_node is None.
         nnodes: the number of (emulated) nodes.
         nproc_per_node: the number of ranks on each node.
         timeout: seconds after which the launch is ended, whatever the ranks are doing.
         check: raise if a rank fails. With False, return a `RankReport` for each rank
             instead (status, value, output, traceback, line of code reached, seconds).
         output: how to show what the ranks print: "rank" (in rank order, the same on
-            every run), "live" (as it is printed) or "none"; 500 lines of each rank are
-            shown, a report holds all of them.
+            every run), "live" (as it is printed) or "none"; at most 500 lines of each
+            rank are shown, a report holds all of them (up to 32 MiB).
         device: "auto" (a GPU for each rank if there are enough), "cpu" or "cuda".
         backend: "auto" (NCCL on GPUs, else gloo), "gloo", "nccl", "mpi", "ucc", or
             "strict": NCCL's rules on the CPU.
@@ -60,8 +61,8 @@ def spawn(
         init: create the process group. With False, `fn` calls `init_process_group`.
         links: latency and bandwidth inside and between the nodes (`Links`).
         env: more environment variables for the ranks.
-        may_fail: ranks whose failure does not end the launch. A rank that failed
-            returns its `RankReport` instead of a value. (torchrun's agent ends all.)
+        may_fail: ranks whose failure does not end the launch. The result of such a rank
+            is its `RankReport`. (torchrun's agent would end all ranks.)
 
     Raises:
         LaunchArgumentError: an argument has an invalid value; nothing was started.

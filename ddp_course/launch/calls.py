@@ -1,13 +1,13 @@
 """Note each rank's last collectives of PyTorch, so that a failure can name them.
 
 gloo does not compare shapes. Ranks that call `all_reduce` with unequal tensors lose
-each other's connection, abort, wait for ever, or return wrong sums, and no error names
-a shape. So each rank writes its calls into memory that it shares with the launcher;
-there they outlive the rank, however it ends. A note takes about a microsecond.
+their connections, abort, wait forever, or return wrong sums, and no error names a
+shape. So each rank writes its calls into memory that it shares with the launcher; these
+notes outlive the rank, however it ends. Writing one takes about a microsecond.
 
 A rank may also start a small collective and return without waiting for it, as a
-pipeline's last stage does with its loss. Its peers may come to that collective much
-later, beside other work on few cores, and until then its process must live: `finish`.
+pipeline's last stage does with its loss. On few cores, its peers may call that
+collective much later, and the rank's process must live until then: `finish` waits.
 """
 
 import itertools
@@ -26,9 +26,9 @@ from ddp_course.launch.strict_rules import facts_of, in_words
 # Collectives of a tensor that must have the same type and count on all ranks, and the
 # position of their argument `group`.
 NOTED = {"all_reduce": 2, "broadcast": 2, "reduce": 3}
-SLOTS, WIDTH = 32, 256  # notes that are kept of each rank; bytes of a note
+SLOTS, WIDTH = 32, 256  # notes kept for each rank; bytes of a note
 ROOM = SLOTS * WIDTH
-SMALL = 4096  # bytes: the handle of a collective keeps its tensor's memory
+SMALL = 4096  # bytes; `finish` waits for no larger tensor: a handle keeps it in memory
 
 Call = tuple[str, int]  # a group's name, and the number of a call in that group
 
@@ -62,13 +62,13 @@ def install(file: Path, rank: int) -> None:
         setattr(dist, name, _noting(name, position, note))
 
 
-_started: list[dist.Work] = []  # small collectives that were under way lately
+_started: list[dist.Work] = []  # small collectives that may still run
 
 
 def finish() -> None:
-    """Wait for this rank's small collectives, in case nobody has.
+    """Wait for this rank's small collectives, in case its function has not.
 
-    The launcher ends this process when no peer is left.
+    A wait may never end; the launcher kills this process when all ranks have reported.
     """
     for work in _started:
         with suppress(Exception):  # a peer has gone, and this rank has its result
@@ -93,7 +93,7 @@ def _noting(name: str, position: int, note: Any) -> Any:
 
 
 def read_calls(file: Path, rank: int) -> dict[Call, tuple[str, str]]:
-    """Return a rank's last calls: what all ranks must have in common, and the words."""
+    """Return a rank's last calls: call -> (facts that must agree, text for people)."""
     with file.open("rb") as opened:
         opened.seek(rank * ROOM)
         page = opened.read(ROOM)
@@ -109,10 +109,10 @@ def read_calls(file: Path, rank: int) -> dict[Call, tuple[str, str]]:
 def first_difference(calls: list[dict[Call, tuple[str, str]]]) -> dict[int, str]:
     """Return the first call in which ranks of a group differ, in words, by rank.
 
-    `calls[rank]` is what `read` returns. The result is empty if there is none.
+    `calls[rank]` is the result of `read_calls`. Returns {} if no call differs.
     """
     for call in sorted(set().union(*calls)):
-        by_rank = {rank: of[call] for rank, of in enumerate(calls) if call in of}
+        by_rank = {rank: own[call] for rank, own in enumerate(calls) if call in own}
         if len({facts for facts, _ in by_rank.values()}) > 1:
             return {rank: words for rank, (_, words) in by_rank.items()}
     return {}

@@ -1,13 +1,13 @@
 """Find ranks that wait for each other in different groups.
 
-Rank 0 calls a collective of one group, rank 1 one of another: each waits for the other,
-and neither group can notice that by itself. So a rank that has waited for two seconds
-writes into the store at which the ranks met where it waits, and for which ranks; then
-it follows the entries of those ranks. If they lead back to itself, no rank can go on.
+Rank 0 calls a collective of one group, rank 1 one of another group: each waits for the
+other, and neither group can notice that by itself. So a rank that has waited for two
+seconds writes into the job's store in which call it waits, and for which ranks; then it
+follows the entries of those ranks. If these lead back to the rank, none can go on.
 
 Only waits of this course's code are watched, on the CPU. A collective of PyTorch waits
-until its backend's timeout (gloo 30 minutes, NCCL 10); over NCCL not even the host
-waits, but the GPU's stream. Chapter 02.
+until its backend's timeout (gloo 30 minutes, NCCL 10); over NCCL only the GPU's stream
+waits, not the host. Chapter 02.
 """
 
 import ast
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 PATIENCE = 2.0  # seconds to wait before asking why
-SLICE = 0.25  # seconds between two looks
+SLICE = 0.25  # seconds between two checks
 
 
 class DeadlockError(RuntimeError):
@@ -39,9 +39,9 @@ EACH_OTHER = "these wait for each other: "
 class Watch:
     """A watch over one rank while it waits for other ranks of the group `ranks`.
 
-    `doing` is the call in which it waits. Call the watch again and again with the ranks
-    (numbered in the job) that have not come; it raises DeadlockError once it is certain
-    that they cannot come. Nothing is certain while this process is `busy` with other
+    `doing` is the call in which this rank waits. Call the watch repeatedly with the
+    late ranks (numbered in the job); it raises DeadlockError once it is certain that
+    these cannot come. Nothing is certain while this process is `busy` with other
     collectives, too.
     """
 
@@ -52,7 +52,7 @@ class Watch:
     doing: str = "its first collective"
     since: float | None = None
     seen: list[str] = field(default_factory=list)
-    failed: str = ""  # the error by which this rank left a block that others are in
+    failed: str = ""  # why this rank is not where others wait for it
 
     def __call__(self, late: Sequence[int]) -> None:
         """Check once whether the ranks `late`, for which this rank waits, can come."""
@@ -63,11 +63,11 @@ class Watch:
         if self.failed:
             raise DeadlockError(
                 f"{self.failed}, and ranks {list(late)} have not returned from theirs: "
-                "they wait for this rank in it. Let all ranks skip a batch, or none"
+                "they wait there for this rank. Let all ranks skip a batch, or none"
             )
         entries = {r: self._entry_of(r) for r in late}
         if returned := [r for r in late if entries[r].get("returned")]:
-            circle = entries[returned[0]].get("circle", [])  # that rank found it first
+            circle = entries[returned[0]].get("circle", [])  # found by that rank
             if any(name.startswith(f"rank {self.rank} at ") for name in circle):
                 raise DeadlockError(EACH_OTHER + "; ".join(circle))
             why = f"ranks {returned} have returned, and call no further collective"
@@ -75,7 +75,7 @@ class Watch:
         own = {"group": self.ranks, "late": list(late), "doing": self.doing}
         self._write_entry(own)
         circle = self._find_circle(list(late))
-        # The same circle twice: no rank has gone on between two looks.
+        # The same circle twice: no rank has gone on between two checks.
         if circle and circle == self.seen:
             self._write_entry({**own, "circle": circle})
             raise DeadlockError(EACH_OTHER + "; ".join(circle))
@@ -116,7 +116,7 @@ class Watch:
 
 
 def default_store() -> dist.Store:
-    """Return the store at which all ranks met; PyTorch has no public name for it."""
+    """Return the store of the default group; PyTorch has no public name for it."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -155,10 +155,10 @@ def _in_words(rank: int, entry: dict) -> str:
 
 
 def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
-    """Return a function that shows an object to all ranks and returns everyone's.
+    """Return a function that shows its argument to all ranks and returns all arguments.
 
-    It is slow, but needs no collective, and calls `watch` while it waits. The objects
-    are numbers, strings, and tuples of these; `name` is the name of the group.
+    It is slow, but needs no collective, and calls `watch` while it waits. Arguments are
+    numbers, strings, and tuples of these; `name` is the group's name.
     """
     store, ranks, rank = watch.store, watch.ranks, watch.rank
     count = 0
@@ -174,7 +174,7 @@ def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
             watch(late)
             time.sleep(SLICE if watch.is_long() else 0.001)
         watch.end_wait()
-        if count > 1:  # all have come to this exchange: they have read the last one
+        if count > 1:  # all ranks are in this exchange, so all have read the last
             store.delete_key(f"ddp_course/{name}/{count - 1}/{rank}")
         return [ast.literal_eval(store.get(key).decode()) for key in keys]
 
@@ -192,15 +192,15 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 def by_text(
     texts: Sequence[str], ranks: Sequence[int], text_first: bool = False
 ) -> str:
-    """Return the ranks' texts as one; equal texts are joined, and "" is left out.
+    """Return one text for all ranks: ranks with equal texts are joined, "" is left out.
 
-    Such as "rank 0: yes; ranks 1, 2: no", or "yes on rank 0, no on ranks 1, 2".
+    For example "rank 0: yes; ranks 1, 2: no" or "yes on rank 0, no on ranks 1, 2".
     """
     who: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         if text:
             who.setdefault(text, []).append(rank)
-    pairs = [(text, ranks_in_words(those)) for text, those in who.items()]
+    pairs = [(text, ranks_in_words(same)) for text, same in who.items()]
     if text_first:
         return ", ".join(f"{text} on {names}" for text, names in pairs)
     return "; ".join(f"{names}: {text}" for text, names in pairs)

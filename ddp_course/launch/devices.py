@@ -1,9 +1,9 @@
-"""Which device and which backend a rank gets: decided before any process starts.
+"""Choose the device and the backend of each rank, before any process starts.
 
 NCCL requires a separate GPU for every rank ("each process must have exclusive access to
 every GPU it uses"); gloo does not. So each rank gets a GPU if there are enough,
-otherwise all ranks run on the CPU over gloo; a sentence says which. Ranks share GPUs
-only if `share_gpus` is True. Chapter 01.
+otherwise all ranks run on the CPU over gloo; a printed sentence says which. Ranks share
+GPUs only if `share_gpus` is True. Chapter 01.
 """
 
 import os
@@ -21,8 +21,8 @@ DEVICES = ("auto", "cpu", "cuda")
 class Placement:
     """The devices of a launch's ranks, and the backend that they talk over.
 
-    `gpus[r]` is the number of the GPU that rank r uses, as this machine counts them;
-    it is empty when the ranks run on the CPU.
+    `gpus[r]` is the index of rank r's GPU among those that PyTorch sees; `gpus` is
+    empty if the ranks run on the CPU. `sentence` says where the ranks run, and why.
     """
 
     backend: str
@@ -39,7 +39,7 @@ class Placement:
             return {"DDP_COURSE_DEVICE": "cpu"}
         first = place.node_rank * place.topology.nproc_per_node
         mine = self.gpus[first : first + place.topology.nproc_per_node]
-        allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # `gpus` index this list
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # `gpus` index it
         visible, seen = [gpu for gpu in allowed.split(",") if gpu], sorted(set(mine))
         names = [visible[gpu] if visible else str(gpu) for gpu in seen]
         return {

@@ -16,7 +16,7 @@ RESERVED = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "DDP_C
 
 @dataclass(frozen=True)
 class Job:
-    """The checked arguments of a launch, as for `spawn`.
+    """The checked arguments of a launch; `spawn` explains them.
 
     Raises LaunchArgumentError, which names the value and what is allowed.
     """

@@ -19,7 +19,7 @@ from ddp_course.launch.topology import here
 
 
 def install() -> None:
-    """Delay this rank's messages as the links that `spawn` was called with require."""
+    """Delay this rank's messages according to the `links` argument of `spawn`."""
     links, place = current_links(), here()
     if links == Links():
         return
@@ -32,8 +32,8 @@ def install() -> None:
 class Line:
     """A link with latency and bandwidth, which messages pass one after the other.
 
-    A message occupies the line for bytes / bandwidth and arrives `latency` later; the
-    next one may leave in that time. A thread waits, without using the CPU.
+    A message occupies the line for bytes / bandwidth and arrives `latency` later;
+    meanwhile the next message may leave. A thread waits, without using the CPU.
     """
 
     def __init__(self, link: Link) -> None:

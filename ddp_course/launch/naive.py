@@ -1,6 +1,6 @@
 """The launcher that most people write first: torch.multiprocessing, and nothing else.
 
-`fn` must live in a module that the ranks can import: each rank is a fresh Python.
+`fn` must live in a module that the ranks can import: each rank is a new Python process.
 """
 
 import os
@@ -28,4 +28,4 @@ def _rank(rank: int, fn: Callable[[], None], world_size: int, port: int) -> None
     dist.barrier()  # no rank leaves while another may still need it
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # now and then, PyTorch's threads abort a rank that exits in good order
+    os._exit(0)  # now and then, PyTorch's threads abort a rank that exits normally

@@ -1,8 +1,8 @@
-"""Sending functions and values between processes, and naming what cannot be sent.
+"""Send functions and values between processes, and name what cannot be sent.
 
-cloudpickle packs functions: one defined in a notebook cell by value, with everything
-that it refers to; one of a module by name, and the rank imports that module from disk.
-`torch.save` packs results.
+cloudpickle packs functions: a function of a notebook cell by value, with everything
+that it refers to; a function of a module by name, and the rank imports that module from
+disk. `torch.save` packs results.
 """
 
 import dis
@@ -22,18 +22,19 @@ import torch
 
 from ddp_course.launch.reports import CannotSendError
 
-DEEPEST = 100  # objects inspected in search of one that cannot be pickled
+MOST = 100  # objects inspected in search of one that cannot be pickled
 # Without this, cloudpickle misses globals that a class body inside a function uses.
 cloudpickle.cloudpickle.GLOBAL_OPS += (dis.opmap["LOAD_NAME"],)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that sends code with its file, and a library's wrapper by module name.
+    """A pickler that keeps the file names of code, and the modules of wrappers.
 
-    From release 3.1.3 on, cloudpickle replaces the file by "<dynamic-code>": tracebacks
-    of ranks would have no lines. And `functools.wraps` gives a wrapper, such as that of
-    PyTorch's `once_differentiable`, the module `__main__`. cloudpickle would then send
-    the wrapper by value, together with all globals of PyTorch that it uses.
+    From release 3.1.3 on, cloudpickle replaces a file name by "<dynamic-code>", so that
+    the ranks' tracebacks would show no source lines. And `functools.wraps` gives a
+    library's wrapper of a notebook's function, such as PyTorch's
+    `once_differentiable`, the module `__main__`: cloudpickle would send the wrapper by
+    value, with all globals of PyTorch that it uses.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -165,14 +166,14 @@ def _culprit(parts: dict[str, Any], seen: set[int] | None = None) -> str | None:
     """Find the smallest part that cannot be pickled: "value['lock'] is a lock".
 
     Inspects each object once. An object is only blamed if all its parts can be pickled:
-    otherwise it is a link of a circle of references.
+    otherwise it belongs to a circle of references.
     """
     seen = set() if seen is None else seen
     for path, part in parts.items():
         if id(part) in seen or _can_be_pickled(part):
             continue
         seen.add(id(part))
-        inner = dict(_parts_of(path, part)) if len(seen) < DEEPEST else {}
+        inner = dict(_parts_of(path, part)) if len(seen) < MOST else {}
         if found := _culprit(inner, seen):
             return found
         if all(_can_be_pickled(each) for each in inner.values()):

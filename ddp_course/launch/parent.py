@@ -2,7 +2,7 @@
 
 One loop listens to all ranks at once and never waits for a single rank, so neither a
 large result nor ten megabytes of output can block it. Whatever happens, no rank is
-alive when it ends.
+alive when the launch has ended.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from ddp_course.launch.reports import RankReport
 from ddp_course.launch.scratch import scratch_files
 from ddp_course.launch.transcript import Transcript
 
-GRACE = 0.7  # seconds that the other ranks have to report a failure, too
-LEAVE = 30.0  # seconds that ranks have to end after SIGTERM, as torchrun's agent gives
-TICK = 0.1  # seconds between two looks at the clock and the stop button
+GRACE = 0.7  # seconds after a failure in which other ranks can report theirs
+LEAVE = 30.0  # seconds that ranks have to end after SIGTERM, as under torchrun
+TICK = 0.1  # most seconds between two looks at the clock and the stop button
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Rank:
     process: BaseProcess
     result: Connection
     streams: dict[Connection, str]  # open pipes -> "stdout", "stderr" or "stacks"
-    answer: bytearray = field(default_factory=bytearray)
-    stacks: bytearray = field(default_factory=bytearray)
+    answer: bytearray = field(default_factory=bytearray)  # the result's bytes so far
+    stacks: bytearray = field(default_factory=bytearray)  # the stack dumps so far
     report: RankReport | None = None
 
 
@@ -85,8 +85,8 @@ class Launch:
     def _signals_recorded(self) -> Iterator[None]:
         """Record signals instead of ending the launch in the middle of a line.
 
-        Python raises KeyboardInterrupt between any two lines. Raised just after a
-        process was started and before it was recorded, it would leave that process
+        Python may raise KeyboardInterrupt between any two lines: also after a process
+        was started and before it was recorded, and then that process would be left
         behind. SIGTERM is delivered again when all ranks have ended. Only the main
         thread gets signals.
         """
@@ -239,8 +239,8 @@ class Launch:
         """Kill all ranks with their children, and read what is left in the pipes."""
         started = [rank for rank in self.ranks if rank.process.pid is not None]
         for rank in started:
-            # The rank's process group, if it has one: a rank that was forked a moment
-            # ago is still in the launcher's.
+            # Kill the rank's process group, if it has its own: a rank that was forked a
+            # moment ago is still in the launcher's group.
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(rank.process.pid, signal.SIGKILL)
@@ -293,7 +293,7 @@ def _describe_exit_code(code: int) -> str:
 
 
 def environment(job: Job, rank: int, port: str) -> dict[str, str]:
-    """Return a rank's environment: this process's, and what torchrun would set."""
+    """Return a rank's environment: this process's, and torchrun's variables."""
     place, torchruns = job.topology.place(rank), ("TORCHELASTIC_", "PET_")
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(torchruns)},

@@ -50,7 +50,7 @@ class Pipes:
 
 @dataclass
 class Orders:
-    """A rank's instructions from the launcher; only `env` and `listener` differ."""
+    """The launcher's orders to a rank; only `env` and `listener` differ by rank."""
 
     call: OpenFile | NamedFile  # the packed function and its arguments
     store: OpenFile | NamedFile  # the file of the FileStore in which the ranks meet
@@ -130,7 +130,8 @@ def _die_with_parent() -> None:
 def _end_children_with_this_process() -> None:
     """Let DataLoader workers end with this process, however it ends.
 
-    Only children of the main thread: Linux ends them with the thread that forked them.
+    Only children of the main thread end so: Linux would end any other child together
+    with the thread that forked it.
     """
     by_main: list[bool] = []
 
@@ -167,7 +168,7 @@ def _apply_orders(orders: Orders) -> None:
     """Set the environment and the number of threads, and install the slow lines."""
     os.environ.clear()
     os.environ.update(orders.env)
-    dist.set_debug_level_from_env()  # torch read it when the fork server imported it
+    dist.set_debug_level_from_env()  # torch last read it in the fork server
     torch.set_num_threads(orders.threads)
     rendezvous.use_bound_port(orders.listener)
     lines.install()
@@ -202,7 +203,7 @@ def _describe(error: BaseException, labels: dict[str, str]) -> dict[str, Any]:
     stacks.drop_launcher(parsed)
     frames = [(f.filename, f.lineno, f.line) for f in parsed.stack]
     text = "".join(parsed.format_exception_only()).strip()
-    if isinstance(error, SyntaxError):  # Python writes the file's name first
+    if isinstance(error, SyntaxError):  # its text would begin with the file's name
         text = f"{type(error).__name__}: {error.msg}"
     return {
         "status": "exited" if isinstance(error, SystemExit) else "raised",

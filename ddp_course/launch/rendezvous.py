@@ -1,4 +1,4 @@
-"""How ranks find each other: through a store, a small dictionary that all can reach.
+"""How ranks find each other: by a store, a small dictionary that all ranks can reach.
 
 Each rank writes its address into the store and reads the addresses of the others; from
 then on they talk directly. PyTorch has three kinds of rendezvous: `env://` and `tcp://`
@@ -41,7 +41,7 @@ def use_bound_port(listener: socket.socket | None) -> None:
     """Let env:// and tcp:// on MASTER_PORT use the socket that is already bound.
 
     PyTorch's own handlers still create the store; they only get `listener` instead of a
-    new socket. It is None on all ranks but rank 0.
+    new socket. `listener` is None on all ranks but rank 0.
     """
     module = sys.modules["torch.distributed.rendezvous"]
     original = module._create_c10d_store
@@ -60,9 +60,9 @@ def use_bound_port(listener: socket.socket | None) -> None:
             connected.append(
                 dist.TCPStore(hostname, port, world_size, timeout=timeout, **serves)
             )
-        # One server for all process groups: of two on one socket, each would get some
-        # of the ranks. A prefix per group, or a group would read another one's
-        # addresses.
+        # All process groups share one server: with two servers on one socket, each
+        # would get only some of the ranks. Each group has its own prefix; without it,
+        # a group would read another group's addresses.
         return dist.PrefixStore(f"meeting {next(meetings)}", connected[0])
 
     module._create_c10d_store = create
@@ -78,7 +78,7 @@ def agreed_store(
 
     torchrun restarts all ranks when one fails, but keeps the store: new ranks would
     read the addresses of dead ranks and wait for them. torchrun's restart counter does
-    not help, as each machine counts for itself. So rank 0 draws a new name for the
+    not help: each machine has its own counter. So rank 0 draws a new name for the
     attempt. Every other rank writes a random number under the newest name that it sees,
     and continues only when rank 0 has echoed this number: a dead rank 0 cannot echo it.
     Raises TimeoutError if rank 0 does not answer within `timeout`.

@@ -1,8 +1,8 @@
 """What each rank did, which rank caused a failure, and the errors that show both.
 
-IPython calls `_render_traceback_` of an exception, if it has this method. The method
-here returns the traceback of the cause and a line per rank, without the launcher's own
-frames: those do not show the mistake.
+IPython calls an exception's method `_render_traceback_`, if it has one. The method here
+returns the traceback of the cause and a line per rank, without the launcher's own
+frames, which do not show the mistake.
 """
 
 import re
@@ -23,7 +23,7 @@ LOST = re.compile(
 # gloo and the stores raise RuntimeError or an error of torch.distributed, or abort. Any
 # other broken connection (of a download, a pipe) belongs to the user's code.
 OF_PYTORCH = re.compile(r"(RuntimeError|torch\.distributed\.\w+|killed by SIGABRT): ")
-MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo's abort
+MISMATCH = "Is there a distributed collective mismatch in your code?"  # gloo's words
 WAITED = re.compile(r"timed out|timeout", re.IGNORECASE)
 
 
@@ -35,7 +35,7 @@ class RankReport:
     "killed" (by a signal) or "unfinished" (it still ran when the launch ended). `where`
     is the line of the user's code that the rank had reached, if it did not return.
     `output` and `stderr` are what it printed; `seconds` is the time spent in the
-    function.
+    function. `calls` are its last collectives, as `read_calls` returns them.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class RankReport:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank ended without returning, and not by the launcher."""
+        """Whether the rank ended without returning; not if the launcher ended it."""
         return self.status in ("raised", "exited", "killed")
 
     @property
@@ -137,11 +137,11 @@ class RankError(Story, LaunchError, RuntimeError):
 
 
 class RankTimeout(RankError, TimeoutError):
-    """The launch did not end before its deadline; `reports` say where each rank is."""
+    """The launch did not end before its deadline; `reports` say where each rank was."""
 
 
 class RankInterrupted(Story, KeyboardInterrupt):
-    """The user stopped the launch (Jupyter's stop button, Ctrl-C). No `Exception`."""
+    """The user stopped the launch (Jupyter's stop button, Ctrl-C); not an Exception."""
 
 
 # ---- the cause -----------------------------------------------------------------------
@@ -162,7 +162,8 @@ def cause(
 
     failed = [r for r in reports if r.failed and r.rank not in may_fail]
     first = min(failed, key=blame, default=None)
-    # If ranks raise the same error, chance decides which is first: report the lowest.
+    # If ranks raise the same error, chance decides which rank is first: return the
+    # lowest rank's report.
     alike = [report for report in failed if report.headline == first.headline]
     return min(alike, key=lambda report: report.rank, default=None)
 

@@ -1,7 +1,7 @@
 """Files of a launch that leave nothing on disk, however the launch ends.
 
 On Linux a file can exist in memory without a name (`memfd_create`): the kernel frees it
-when the last process that has it open ends, even after `kill -9`. Elsewhere it is a
+when the last process that has it open ends, even after `kill -9`. Other systems get a
 file in a temporary folder, which the launcher removes.
 """
 

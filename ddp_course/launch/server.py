@@ -7,9 +7,9 @@ state they are. So the standard library's `forkserver` keeps one clean process t
 imports PyTorch, waits, and forks a rank on request.
 
 The server imports no user code: every rank imports that from disk, so edited code is
-never stale. It imports those modules of the course that ranks train with (a quarter of
-a second per rank otherwise) and those that check exercises. When one of their files is
-edited, a new server replaces the old one.
+never stale. The server does import those modules of the course that ranks train with,
+which saves each rank a quarter of a second, and those that check exercises. When one of
+these files is edited, a new server replaces the old one.
 """
 
 import atexit
@@ -60,7 +60,7 @@ METHOD = "forkserver" if sys.platform == "linux" else "spawn"
 # Only one thread at a time may use multiprocessing's tables of children.
 STARTING = threading.RLock()
 _preloaded: dict[str, None] = {}  # further modules to import, in order
-_served: dict[str, int] = {}  # "version": the last edit of the course when it started
+_served: dict[str, int] = {}  # "version": the course's last edit before a server began
 
 
 def warm(*modules: str) -> None:
@@ -109,9 +109,9 @@ def context() -> BaseContext:
 def start(process: BaseProcess) -> None:
     """Start `process`, without running this program's own main script again in it.
 
-    multiprocessing imports `__main__` again in a child, for functions that it defines.
-    The launcher sends functions by value instead: a script that ran again in the child
-    would launch ranks again.
+    multiprocessing imports `__main__` again in a child, for the functions defined
+    there. The launcher sends these functions by value instead: a script that ran again
+    in the child would launch ranks again.
     """
     with STARTING:
         script = sys.modules["__main__"]
@@ -176,13 +176,13 @@ def _without_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _server_environment() -> Iterator[None]:
-    """Set what importing PyTorch reads: thread pools of one thread, no CUDA call."""
+    """Set variables that importing PyTorch reads: one thread per pool, no CUDA call."""
     settings = {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         IN_SERVER: "1",
-        "PYTHONSAFEPATH": "1",  # no random.py from the current folder
+        "PYTHONSAFEPATH": "1",  # import no random.py from the current folder
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # CUDA does not survive a fork
     }
     old = {name: os.environ.get(name) for name in settings}

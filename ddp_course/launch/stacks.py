@@ -1,4 +1,4 @@
-"""Which line of the user's code a rank is at: read from tracebacks and stack dumps."""
+"""Find the line of user code that a rank has reached, in tracebacks and stack dumps."""
 
 import linecache
 import re
@@ -43,9 +43,9 @@ def innermost(
 ) -> str | None:
     """Return "Cell In[5], line 3: dist.recv(x)" for the innermost frame of user code.
 
-    Frames of this course count only if there are no others: who calls the course's
-    `all_reduce` wants to see that call. `frames` are (file, line number, source line or
-    None), outermost first.
+    Frames of this course count only if there are no others: a user who calls the
+    course's `all_reduce` wants to see that call. `frames` are (file, line number,
+    source line or None), outermost first.
     """
     visible = [frame for frame in frames if is_user_code(frame[0])]
     if not visible:
@@ -75,13 +75,13 @@ def drop_launcher(parsed: TracebackException | None) -> None:
         return
     kept = (f for f in parsed.stack if LAUNCHER not in Path(f.filename).parents)
     parsed.stack[:] = [frame for frame in kept if not frame.filename.endswith(_NOISE)]
-    inner = getattr(parsed, "exceptions", None) or ()  # those of an ExceptionGroup
+    inner = getattr(parsed, "exceptions", None) or ()  # if an ExceptionGroup
     for part in (*inner, parsed.__context__, parsed.__cause__):
         drop_launcher(part)
 
 
 def relabel(text: str, labels: dict[str, str]) -> str:
-    """Replace the temporary file names of cells in a traceback, as by `Cell In[5]`."""
+    """Replace the file names of cells in a traceback by labels, as `Cell In[5]`."""
     for file, name in labels.items():
         text = text.replace(f'File "{file}"', name)
     return text

@@ -6,22 +6,23 @@ wrong numbers, and no message says why. This backend sends everything over gloo,
 
 * unbatched sends and receives between two ranks run one after the other; a send ends
   when it is received;
-* messages match by their order alone, whatever their tags;
+* messages match by their order alone (different tags are an error);
 * a batch (`batch_isend_irecv`) is one call. It matches a batch of the peer, and never a
   message that is sent alone (over NCCL these use different communicators);
 * batches and collectives of a process group run one after the other;
 * tensors must be contiguous, and operations must be among those of NCCL.
 
 Before each call, the ranks exchange notes that describe it. Where NCCL would hang or
-mix up numbers, both raise a `StrictError` that names both calls; ranks that wait for
-each other in a circle raise a `DeadlockError`.
+mix up numbers, both ranks raise a `StrictError` that names both calls; ranks that wait
+for each other in a circle raise a `DeadlockError`.
 
     spawn(program, world_size=2, backend="strict")
     torchrun --nproc-per-node 2 -m ddp_course.launch --strict program.py
 
-The second line runs a program that does not use this course: it gets this backend,
-whichever it asks for. With STRICT_TAGS=ignored in the environment, messages with
-different tags match, as over NCCL, and the program computes with the wrong numbers.
+The second line runs a program that does not use this course: the program gets this
+backend, whichever backend it asks for. With STRICT_TAGS=ignored in the environment,
+messages with different tags match, as over NCCL, and the program computes with the
+wrong numbers.
 
 Three things differ from GPUs. `wait` blocks the host, not a stream, so a program that
 reads a result before its stream has computed it is not caught. Launching a kernel costs
@@ -68,7 +69,7 @@ from ddp_course.launch.strict_rules import (
 )
 
 NAME = "strict"
-GROUP, PAIR = 0, 2  # gloo's tags of notes, in the stream of a group or of two ranks
+GROUP, PAIR = 0, 2  # gloo's tags of notes in a group's stream, and in one of two ranks
 DATA = 1  # GROUP + DATA and PAIR + DATA are the tags of messages
 MOMENT = 0.3  # seconds before a failing rank raises, so that its peers can raise, too
 
@@ -95,7 +96,7 @@ class StrictWork(dist._Work):
         self.done = threading.Event()
         self.value: Any = None  # the result of `action`
         self.error: BaseException | None = None
-        self.for_future = False
+        self.for_future = False  # whether a thread waits for this call's future
         self.late: list[int] = []  # the rank that this call waits for, if any
 
     def execute(self, broken: BaseException | None) -> BaseException | None:
@@ -156,8 +157,8 @@ class StrictWork(dist._Work):
     def get_future(self) -> torch.futures.Future:
         """Return a future, which fails as `wait` does; DistributedDataParallel uses it.
 
-        C++ crashes on an exception that was set as the future's error. One raised in a
-        callback becomes an error in C++, too.
+        C++ crashes on an exception that was set as the future's error. An exception
+        that a callback raises becomes an ordinary error in C++.
         """
         begun, self.for_future = torch.futures.Future(), True
         ended = begun.then(lambda _: self.wait() and self.value)
@@ -200,7 +201,8 @@ class Stream:
             ]
             if wrong:
                 time.sleep(MOMENT)
-                # Several ranks may have this rank's note: the error names the lowest.
+                # Lower ranks may have sent the same note as this rank: as on those, the
+                # error names the lowest of them.
                 same = [p for p, n in notes.items() if p < peer and n.equal(own)]
                 calls = {
                     min([self.group.me, *same]): call.text,
@@ -223,7 +225,7 @@ class StrictGroup(dist.ProcessGroup):
         self.timeout = options.timeout.total_seconds()
         kind, ever = dist.ProcessGroup.BackendType.GLOO, timedelta(days=1)
         gloo = dist.ProcessGroupGloo(store, self.me, size, timeout=ever)
-        self.gloo = dist.ProcessGroup(store, self.me, size)  # wraps it: has all methods
+        self.gloo = dist.ProcessGroup(store, self.me, size)  # has all methods
         self.gloo._set_default_backend(kind)
         self.gloo._register_backend(torch.device("cpu"), kind, gloo)
         self.streams: dict[int | None, Stream] = {}  # by peer; None: the whole group
@@ -253,7 +255,7 @@ class StrictGroup(dist.ProcessGroup):
         return Watch(default_store(), self.ranks, self.ranks[self.me])
 
     def _call(self, text: str, facts: dict[int, Facts], action: Callable, pair=None):
-        """Append a call to the stream of the group, or to that with rank `pair`."""
+        """Append a call to the group's stream, or to the stream with rank `pair`."""
         if pair not in self.streams:
             self.streams[pair] = Stream(self, GROUP if pair is None else PAIR)
         stream = self.streams[pair]
@@ -294,7 +296,7 @@ class StrictGroup(dist.ProcessGroup):
         return text
 
     def batch(self, messages: list[P2PMessage]) -> StrictWork:
-        """Append a batch to the group's stream; each peer must call its match."""
+        """Append a batch to the group's stream; peers must call matching batches."""
         for message in messages:
             self._checked(message)
         peers = sorted({m.peer for m in messages})
@@ -323,8 +325,9 @@ class StrictGroup(dist.ProcessGroup):
     ) -> StrictWork:
         """Append a collective to the group's stream.
 
-        `method` is gloo's name for it, `name` that of torch.distributed. The tensors of
-        argument number `compared` must have the same types and counts on all ranks.
+        `method` is its name in a process group, `name` its name in torch.distributed.
+        The tensors of argument number `compared` must have the same types and counts on
+        all ranks.
         """
         args = (*args, *more.values())
         tensors = [] if compared is None else list(tensors_in(args[compared]))

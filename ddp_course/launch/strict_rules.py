@@ -47,7 +47,7 @@ COLLECTIVES = {
 }
 WHY = {  # a fact that differs between two calls -> the effect over NCCL
     "call": "all ranks of a group must make the same calls in the same order. NCCL "
-    "would hang, or take the numbers of one for those of the other",
+    "would hang, or take the numbers of one call for those of the other",
     "way": "two sends or two receives never match, and over NCCL each call waits for "
     "its match before the next begins. Swap with batch_isend_irecv, or in opposite "
     "orders",
@@ -62,8 +62,8 @@ WHY = {  # a fact that differs between two calls -> the effect over NCCL
     "message for another",
 }
 STUCK = {  # the kind of calls that wait for each other -> why they never match
-    "alone": ". A message alone never meets one in a batch: over NCCL they take "
-    "different communicators (but one, if init_process_group was given a device_id)",
+    "alone": ". A message alone never matches a message in a batch: over NCCL they use "
+    "different communicators (the same one only if init_process_group has a device_id)",
     "groups": ". These are calls of different groups of the same ranks; all ranks must "
     "use groups in the same order",
 }
@@ -176,7 +176,7 @@ def pack_note(facts: Facts, text: str) -> Tensor:
     return torch.frombuffer(bytearray(words.encode().ljust(ROOM)), dtype=torch.uint8)
 
 
-def read_note(pack_note: Tensor) -> tuple[Facts, str]:
+def read_note(note: Tensor) -> tuple[Facts, str]:
     """Return the facts and the text of a note."""
-    facts, text = json.loads(bytes(pack_note.tolist()))
+    facts, text = json.loads(bytes(note.tolist()))
     return facts, text

@@ -1,7 +1,7 @@
-"""Nodes, processes, and the four numbers that name a rank.
+"""Nodes, processes, and the three numbers that name a rank.
 
-A *node* is a machine. On every node run `nproc_per_node` processes, and each process
-is one *rank*. A rank has a number in the whole job (`rank`), a number on its node
+A *node* is a machine. Every node runs `nproc_per_node` processes, and each process is
+one *rank*. A rank has a number in the whole job (`rank`) and a number on its node
 (`local_rank`), and its node has a number, too (`node_rank`):
 
     rank = node_rank * nproc_per_node + local_rank
@@ -59,7 +59,10 @@ class Topology:
         return self.nnodes * self.nproc_per_node
 
     def place(self, rank: int) -> Place:
-        """Return the place of `rank` (0 to world_size - 1) in this cluster."""
+        """Return the place of `rank` in this cluster.
+
+        Raises ValueError unless `rank` is from 0 to world_size - 1.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(
                 f"rank is {rank}; in {self} it can be 0 to {self.world_size - 1}"
@@ -117,7 +120,8 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
 
     Works in a rank of `spawn`, torchrun, SLURM's srun and MPI. A process that none of
     them started has its rank in the default process group, on a single node; without a
-    process group it is rank 0 of a world of one.
+    process group it is rank 0 of a world of one. Raises ValueError if the nodes run
+    different numbers of ranks.
     """
     variables = _torchrun_variables(environ)
     rank, world_size = (

@@ -1,4 +1,4 @@
-"""Joining and leaving the process group in a process that torchrun started.
+"""Join and leave the process group in a process that torchrun started.
 
 torchrun passes the rank and the address of its store in environment variables. `join`
 creates the process group from them, as `spawn` does for its ranks. Chapter 01.
@@ -79,9 +79,9 @@ def cause_first(patience: float = 5.0) -> Iterator[None]:
     """Delay the error of a rank that only lost a peer: report the peer's error first.
 
     When a rank fails, all others lose their connection to it and fail, too. torchrun
-    reports the rank that failed in the earliest second, and of several the lowest. It
-    normally ends the delayed rank by a signal in less than `patience` seconds, so only
-    the traceback of the cause is printed.
+    reports the rank that failed in the earliest second; if several did, the lowest one.
+    It normally ends the delayed rank by a signal in less than `patience` seconds, so
+    only the traceback of the cause is printed.
     """
     try:
         yield

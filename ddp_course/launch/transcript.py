@@ -1,15 +1,15 @@
 """What the ranks print, shown so that it reads the same on every run.
 
-The ranks run at the same time, and their output arrives in any order. In rank order it
-is the same every time: rank 0's lines are shown at once, those of rank r when all lower
-ranks are done. With "live" every line is shown at once.
+The ranks run at the same time, and their output arrives in any order. In rank order the
+transcript is the same every time: rank 0's lines are shown at once, those of rank r
+when all lower ranks are done. With "live" every line is shown at once.
 """
 
 import sys
 from collections import defaultdict
 from typing import TextIO
 
-MAX_LINES = 500  # lines shown per rank; its report has all of them
+MAX_LINES = 500  # lines shown per rank and stream; a report has all of them
 KEEP = 32 * 2**20  # bytes kept per stream of a rank; further bytes are only counted
 
 
