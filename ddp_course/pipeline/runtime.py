@@ -213,8 +213,7 @@ class Pipeline(nn.Module):
         form: shape of an activation between layers, without its rows: (T, C).
         loss_fn: returns a mean over rows, from the last layer's output and the targets.
         group: the ranks of the pipeline, in order; None means all.
-        parts: objects with methods for "before_step", "after_step", as well as
-            `Runtime`'s.
+        parts: objects with methods for "before_step", "after_step" and `Runtime`'s.
 
     Attributes:
         stages: stage number -> stage, for this rank's stages.

@@ -1,7 +1,7 @@
 """Floor 0: closed forms for time, bytes and memory. Nothing is sent or measured.
 
 `theory.all_reduce_ring(4, 2**20).over(link)` is the time in seconds that four ranks
-need to all-reduce 1 MiB in a ring of such links. Read the modules in this order:
+need to all-reduce 1 MiB in a ring of links like `link`. Read the modules in this order:
 
     collectives one table: messages, bytes on the critical path, bytes that each rank
                 sends; bounds, bus bandwidth, ring or tree (chapters 02 and 03)
@@ -20,7 +20,7 @@ need to all-reduce 1 MiB in a ring of such links. Read the modules in this order
     context_parallel
                 bytes and work of attention over a divided sequence (chapter 16)
     experts     costs of mixtures, and bytes of sending tokens to experts (chapter 17)
-    checks: checks of the formulas' arguments
+    checks      checks of the formulas' arguments
 """
 
 from ddp_course.theory.activations import (

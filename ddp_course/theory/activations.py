@@ -33,7 +33,7 @@ def layer_activations(
     For 16-bit numbers and with dropout these are the paper's:
 
         attention    11 sbh      inputs of the four matrices, q, k, v, a dropout mask
-        scores       5 as^2 b    softmax, its dropout and that one's mask
+        scores       5 as^2 b    softmax, the output and mask of its dropout
         mlp          19 sbh      inputs of both matrices and of GELU, a dropout mask
         norms        4 sbh       the inputs of both LayerNorms
 
@@ -68,7 +68,7 @@ def layer_activations(
     if heads % tp:
         raise ValueError(f"tp is {tp}; tp must divide heads, which is {heads}")
     sbh, mask = sequence * batch * hidden, int(dropout)
-    between = tp if sequence_parallel else 1  # ranks that share what tp does not cut
+    between = tp if sequence_parallel else 1  # divides tensors between the matrices
     if recompute == "full":
         return {"input": itemsize * sbh // between}
     if fused_attention:
@@ -100,12 +100,12 @@ def model_activations(
 ) -> int:
     """Return the bytes of activations at their peak.
 
-    The sum of what all layers keep, and the larger of two parts that are not kept at
-    the same time. The first exists when backward begins: the embedding's dropout mask,
-    the inputs of the last LayerNorm and of the output matrix, and the logits in
-    float32, 4 sbv (0 without `vocab`). The second exists later: the activations of one
-    layer that are computed again. Raises ValueError as `layer_activations`. Source:
-    Korthikanti et al. 2022, section 4.3. Chapter 06.
+    That is what all layers keep together, plus the larger of two parts that are not
+    kept at the same time. The first exists when backward begins: the embedding's
+    dropout mask, the inputs of the last LayerNorm and of the output matrix, and the
+    logits in float32, 4 sbv (0 without `vocab`). The second exists later: the
+    activations of one layer that are computed again. Raises ValueError as
+    `layer_activations`. Source: Korthikanti et al. 2022, section 4.3. Chapter 06.
     """
     options = {"itemsize": itemsize, "dropout": dropout}
     options["fused_attention"] = fused_attention

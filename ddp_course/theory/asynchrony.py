@@ -32,7 +32,7 @@ def gradients_per_second(way: str, seconds: Sequence[float], spare: int = 0) -> 
     Args:
         way: one of WAYS.
         seconds: the seconds that each worker takes for one gradient.
-        spare: the number of workers that a step with backups does not wait for.
+        spare: b, the number of workers that a step with backups does not wait for.
 
     Raises ValueError for a value that is not allowed here. Chapter 13.
     """
@@ -67,8 +67,8 @@ def stable_lr(curvature: float, staleness: int = 0) -> float:
 def implicit_momentum(workers: int) -> float:
     """Return the momentum that asynchrony itself adds, in expectation: 1 - 1/N.
 
-    Assumes that every next gradient comes from each worker with the same probability,
-    and that staleness is independent of the weights. Source: Mitliagkas et al. 2016,
+    Assumes that the next gradient is equally likely to come from each worker, and that
+    staleness is independent of the weights. Source: Mitliagkas et al. 2016,
     arXiv:1605.09774, theorem 3. Chapter 13.
     """
     return 1 - 1 / workers

@@ -83,7 +83,7 @@ class Algorithm:
         )
 
     def then(self, other: Algorithm, about: str) -> Algorithm:
-        """Return the algorithm that runs this one, and then the other."""
+        """Return the algorithm that runs this one, and then `other`."""
         return Algorithm(
             about,
             lambda n: self.messages(n) + other.messages(n),
@@ -142,7 +142,7 @@ broadcast_naive = Algorithm(
     *(_but_one, _but_one, _but_one),
 )
 broadcast_tree = Algorithm(
-    "Whoever has S passes it on, in a binomial tree: ceil(log2 n)(alpha + S beta).",
+    "Ranks that have S pass it on, in a binomial tree: ceil(log2 n)(alpha + S beta).",
     *(log2_up, log2_up, _to_children),
 )
 scatter = Algorithm(
@@ -167,7 +167,7 @@ all_gather = Algorithm(
     *(_but_one, _part, _part),
 )
 reduce_scatter = Algorithm(
-    "`all_gather` backwards, and what passes by is added (Patarasuk & Yuan 2009).",
+    "`all_gather` backwards, adding what passes by (Patarasuk & Yuan 2009).",
     *(_but_one, _part, _part),
 )
 all_to_all = Algorithm(
@@ -176,7 +176,7 @@ all_to_all = Algorithm(
 )
 all_reduce_naive = reduce_naive.then(
     broadcast_naive,
-    "All to rank 0, which adds, and back to all: 2(n-1)(alpha + S beta).",
+    "All send to rank 0, which adds and sends to all: 2(n-1)(alpha + S beta).",
 )
 all_reduce_tree = reduce_tree.then(
     broadcast_tree, "Up a tree and down again: 2 ceil(log2 n)(alpha + S beta)."
@@ -196,8 +196,8 @@ all_reduce_halving_doubling = Algorithm(
     _halved,
 )
 all_reduce_double_tree = Algorithm(
-    "Up and down two trees at once, half of S in each, a leaf of one being inside the"
-    " other: 2 ceil(log2 n) alpha + 2 S beta (of two ranks: S beta). The limit of many"
+    "Up and down two trees at once, half of S in each; a leaf of one is inside the"
+    " other: 2 ceil(log2 n) alpha + 2 S beta (for two ranks: S beta). The limit of many"
     " small pieces whose latencies are not counted (Sanders, Speck & Traeff 2009; NCCL"
     " since 2.4).",
     *(lambda n: 2 * log2_up(n), lambda n: 1 if n == 2 else 2, None),
@@ -211,8 +211,8 @@ def bytes_sent(algorithm: str, world_size: int) -> list[Fraction]:
     """Return, for every rank in rank order, the bytes it sends, in multiples of S.
 
     A byte meter on every rank must show these numbers (for sizes that the algorithm can
-    divide into equal parts). `algorithm` is a name in ALGORITHMS; if it has a root,
-    that is rank 0. Raises ValueError for another name. All ranks of an all-reduce
+    divide into equal parts). `algorithm` is a name in ALGORITHMS; the root, if there
+    is one, is rank 0. Raises ValueError for another name. All ranks of an all-reduce
     together send 2(n-1) S, for every algorithm: n-1 tensors are sent to be added, and
     the result is sent to n-1 ranks (nccl-tests, PERFORMANCE.md). Chapters 02 and 03.
     """
@@ -229,7 +229,7 @@ def bytes_sent(algorithm: str, world_size: int) -> list[Fraction]:
 class TwoLevels:
     """The costs `inside` the nodes and `between` them, which have different links.
 
-    Both are a `Cost`, or the bytes that one rank sends in multiples of S. Chapter 03.
+    Each is a `Cost`, or the bytes that one rank sends, in multiples of S. Chapter 03.
     """
 
     inside: Cost | Fraction
@@ -252,7 +252,7 @@ def all_reduce_hierarchical(
       2 ceil(log2 g)(alpha + S beta), between 2(G-1) alpha + 2(G-1)/G S beta.
     - "sharded": a ring reduce-scatter inside leaves each rank with S/g of its node's
       sum; the ranks with the same local rank run a ring on it; a ring all-gather inside
-      ends it. Inside 2(g-1) alpha + 2(g-1)/g S beta, between 2(G-1) alpha +
+      joins the results. Inside 2(g-1) alpha + 2(g-1)/g S beta, between 2(G-1) alpha +
       2(G-1)/G S/g beta: each node sends as much as with "leader", but from g ranks at
       once. If these share one network card, multiply the bytes between nodes by g.
 
@@ -328,7 +328,7 @@ def least_bytes(collective: str, world_size: int, nbytes: float) -> float:
 
 
 def crossover(world_size: int, alpha: float, beta: float) -> float:
-    """Return the size in bytes from which on a ring is as fast as a double tree.
+    """Return the size in bytes from which a ring is as fast as a double tree.
 
     `alpha` is in s, `beta` in s per byte. Every closed form of the table is
     m alpha + b S beta. The ring has m = 2(n-1) messages, as many as any, and

@@ -15,9 +15,9 @@ and sends, along each axis, in a step of B rows for each data-parallel rank
     pp    B T C numbers for every boundary of its stages, from every tp rank: the
           activation in forward, its gradient in backward; and the gradient of a tied
           embedding. With cp, a rank has T/cp of the T tokens
-    cp    keys and values of its blocks, of its share of the  attention_volume
-          heads
-    dp    for its parameters; ranks of cp average them, too   step_volume
+    cp    keys and values of its blocks, for its share of     attention_volume
+          the heads
+    dp    for its parameters, averaged over dp and cp         step_volume
     replicas
           with hybrid sharding (HSDP), for its shard: 2 (R-1)/R of Psi / F
 
@@ -50,8 +50,8 @@ from ddp_course.theory.tensor_parallel import layer_parameters, tensor_parallel_
 class AxisBytes:
     """The bytes that one rank sends in a step along each axis.
 
-    `dp` is within the group that shards, or averages, gradients: the ranks of dp and
-    cp. `replicas` is to ranks with the same shard (HSDP), `cp` for attention alone.
+    `dp`: to the group that shards or averages gradients, the ranks of dp and cp.
+    `replicas`: to ranks with the same shard (HSDP). `cp`: for attention alone.
     """
 
     tp: Fraction
@@ -120,7 +120,7 @@ class ComposedRank:
 
     @property
     def layers(self) -> list[int]:
-        """The layers of all of the rank's stages."""
+        """The layers of all the rank's stages."""
         return [layer for stage in self.stages for layer in stage]
 
     @property
@@ -144,7 +144,7 @@ class ComposedRank:
 
     @property
     def shards(self) -> int:
-        """The number of ranks that share one model's states: of dp and cp."""
+        """The number of ranks, of dp and cp, that share one model's states."""
         return self.dp * self.cp // self.replicas
 
     def states(self, step_counts: int = 0) -> Ledger:

@@ -6,10 +6,10 @@ For a bucket of d float32 numbers on N ranks:
     uncompressed    2 (N-1)/N of 4 d                           yes
     16 bits         2 (N-1)/N of 2 d                           yes
     8 bits          2 (N-1)/N of d + 4 d / block               no: scatter, add, gather
-    sign            (N-1) times d / 8 + 4                      no: all-gather
-    top-k           (N-1) times 8 k: indices, values           no: all-gather
+    sign            (N-1) times (d / 8 + 4)                    no: all-gather
+    top-k           (N-1) times 8 k (indices, values)          no: all-gather
     random-k        2 (N-1)/N of 4 k                           yes: the same k for all
-    PowerSGD        2 (N-1)/N of 4 r (n + m), for a matrix     yes: linear in it
+    PowerSGD        2 (N-1)/N of 4 r (n + m), for a matrix     yes: P, Q are linear
 
 The bytes of an all-gather grow with N, those of an all-reduce hardly do. So top-k sends
 less than the plain all-reduce only if 8 k (N-1) < 8 d (N-1) / N, that is k / d < 1 / N,
@@ -35,8 +35,8 @@ INT32 = FLOAT32 = 4  # bytes
 def reduced(numel: int, itemsize: int, world_size: int, rank: int) -> int:
     """Return the bytes that a rank sends in a ring all-reduce of any size.
 
-    It sends all chunks but its own in the reduce-scatter, and all but the next rank's
-    in the all-gather.
+    The rank sends all chunks but its own in the reduce-scatter, and all but the next
+    rank's in the all-gather. The tensor has `numel` numbers of `itemsize` bytes.
     """
     bounds = [c * numel // world_size for c in range(world_size + 1)]
     own, next_one = (bounds[c + 1] - bounds[c] for c in (rank, (rank + 1) % world_size))

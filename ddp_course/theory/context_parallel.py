@@ -9,15 +9,15 @@ one rank's keys and values have u = 2 B (T/N) K D s bytes. In one layer each ran
     ring        (N - 1) u                           (N - 1) (u + w)
     ulysses     (N - 1)/N B (T/N) 2 (H + K) D s     the same
 
-w are the bytes of the gradients of keys and values, which are sent in float32 at least:
+w is the size of the gradients of keys and values, which are sent in float32 at least:
 w = u, or 2 u for 16-bit numbers. In forward, the ring sends N K / (H + K) times as much
 as Ulysses; with K = H that is N / 2.
 
 In causal attention position i sees i + 1 keys, so all positions together have
-T (T + 1) / 2 pairs (query, key). Of these rank r has, with c = T / N,
+T (T + 1) / 2 pairs (query, key). With c = T / N, rank r computes
 
-    contiguous  c^2 r + c (c + 1) / 2               the last: nearly 2 - 1/N of the mean
-    zigzag      T (T + 1) / (2 N)                   all equal
+    contiguous  c^2 r + c (c + 1) / 2               last rank: about 2 - 1/N of the mean
+    zigzag      T (T + 1) / (2 N)                   all ranks equal
     striped     c (r + 1) + N c (c - 1) / 2         nearly equal
 
 Sources: Liu et al. 2023, arXiv:2310.01889; Jacobs et al. 2023, arXiv:2309.14509;
@@ -92,7 +92,7 @@ def causal_pairs(assignment: str, length: int, ranks: int) -> list[Fraction]:
     """Return the number of pairs (query, key) that each rank computes.
 
     `assignment` is "contiguous", "zigzag" or "striped"; `length` is a multiple of
-    `ranks`, for zigzag of twice that. Chapter 16.
+    `ranks`; for zigzag, of 2 `ranks`. Chapter 16.
     """
     c = Fraction(length, ranks)
     formulas = {

@@ -1,12 +1,12 @@
 """Mixtures of experts: parameters, multiplications, and the bytes that ranks send.
 
 A layer has E experts of width f for tokens of d channels, and each token uses k. An
-expert has n matrices of d f numbers: 2 in our MLP, 3 with a gate (SwiGLU). With a
-router of d E numbers, and without biases,
+expert has q matrices of d f numbers: 2 in the course's MLP, 3 with a gate (SwiGLU).
+With a router of d E numbers, and without biases,
 
-    parameters of the layer               E n d f + d E
-    parameters that a token uses          k n d f + d E
-    FLOPs of a token, forward             2 (k n d f + d E);  backward twice as many
+    parameters of the layer               E q d f + d E
+    parameters that a token uses          k q d f + d E
+    FLOPs of a token, forward             2 (k q d f + d E);  backward twice as many
 
 Memory follows E, computing follows k. R ranks share the experts, and each has T tokens.
 A rank sends m rows to other ranks and receives n from them, of d channels and s bytes a
@@ -65,10 +65,10 @@ def mixture_cost(
     Args:
         channels: d, the channels of a token.
         width: f, the channels inside an expert.
-        experts: E.
-        experts_per_token: k.
-        matrices: n; 3 for SwiGLU.
-        bias: whether an expert's matrices have biases, n - 1 of f numbers and one of d,
+        experts: E, the number of experts.
+        experts_per_token: k, the experts that each token uses.
+        matrices: q, matrices of an expert; 3 for SwiGLU.
+        bias: whether an expert's matrices have biases, q - 1 of f numbers and one of d,
             which do not count as FLOPs.
 
     Chapter 17.
@@ -108,8 +108,8 @@ def dispatch_volume(
     """Return the bytes that a rank sends to dispatch its tokens and to combine outputs.
 
     Args:
-        sent: m, rows that it sends to other ranks; `balanced_rows` if loads are equal.
-        received: n, rows that it receives from other ranks.
+        sent: m, rows to other ranks; `balanced_rows` if loads are equal.
+        received: n, rows from other ranks.
         channels: d, numbers of a row.
         experts: E, whose counts are exchanged first.
         ranks: R.
@@ -133,8 +133,8 @@ def balanced_rows(tokens: int, experts_per_token: int, ranks: int) -> Fraction:
 def ranks_per_token(experts: int, experts_per_token: int, ranks: int) -> Fraction:
     """Return on how many ranks the experts of a token lie, on average.
 
-    R (1 - C(E - E/R, k) / C(E, k)) if all sets of k experts are equally likely: to send
-    one copy to each of these ranks, not one to each expert, saves the rest. Chapter 17.
+    R (1 - C(E - E/R, k) / C(E, k)) if all sets of k experts are equally likely. Sending
+    one copy to each of these ranks, not to each expert, saves the others. Chapter 17.
     """
     others = comb(experts - experts // ranks, experts_per_token)
     return ranks * (1 - Fraction(others, comb(experts, experts_per_token)))
@@ -144,11 +144,11 @@ def busiest_rank(loads: Sequence[int], ranks: int) -> Fraction:
     """Return the busiest rank's rows divided by the mean over the ranks.
 
     `loads` are the rows of each expert; rank r has the r-th part of the experts, in
-    order. A step takes that many times as long as with equal loads. Chapter 17.
+    order. The experts take that many times as long as with equal loads. Chapter 17.
     """
     each = len(loads) // ranks
-    of_ranks = [sum(loads[r * each : (r + 1) * each]) for r in range(ranks)]
-    return Fraction(max(of_ranks) * ranks, sum(of_ranks))
+    rows = [sum(loads[r * each : (r + 1) * each]) for r in range(ranks)]
+    return Fraction(max(rows) * ranks, sum(rows))
 
 
 def dropped_choices(loads: Sequence[int], limit: int) -> int:

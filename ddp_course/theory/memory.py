@@ -108,7 +108,7 @@ def shard_numel(numel: int | Sequence[int], world_size: int) -> int:
 
 
 def buffers(numel: int | Sequence[int]) -> Sequence[int]:
-    """Return the sizes of the flat buffers; ValueError if there are none."""
+    """Return the sizes of the flat buffers; raise ValueError if there are none."""
     sizes = numel if isinstance(numel, Sequence) else [numel]
     if not sizes:
         raise ValueError("numel is empty; it must hold one size or more")
@@ -212,7 +212,7 @@ class StepVolume:
 
     @property
     def total(self) -> Fraction:
-        """Both together."""
+        """The sum of `reduced` and `gathered`."""
         return self.reduced + self.gathered
 
 
@@ -226,7 +226,8 @@ def step_volume(
 ) -> StepVolume:
     """Return the bytes that each rank sends in one step, on average over the ranks.
 
-    Each reduce-scatter and each all-gather sends (N-1)/N of the bytes:
+    Each reduce-scatter and each all-gather sends (N-1)/N of the bytes. So many are in
+    a step:
 
         stage 0       all-reduce of the gradients = reduce-scatter + all-gather: 2
         stages 1, 2   reduce-scatter of the gradients, all-gather of the parameters: 2

@@ -2,7 +2,7 @@
 
 L equal units; each takes f in forward and b in backward, and the copy of its shard over
 the link to the host takes c. The root unit's copy takes r. Each direction of the link
-makes one copy at a time; u is the optimizer's step on the CPU. Then stage 3 takes
+makes one copy at a time; the optimizer's step on the CPU takes u. Then stage 3 takes
 
     nothing prefetched   2 r + L (2 c + f + b)                              + c + r + u
     one unit ahead       2 (r + c) + (L - 1) (max(c, f) + max(c, b)) + f + b
@@ -10,7 +10,7 @@ makes one copy at a time; u is the optimizer's step on the CPU. Then stage 3 tak
 
 as a unit is fetched before its forward and before its backward, and the gradients of
 all units but the last one leave while the next unit is fetched and computed. The first
-fetch of each pass, and the last gradients, hide behind nothing. ZeRO-Offload, with all
+fetch of each pass, and the last gradients, overlap with nothing. ZeRO-Offload, with all
 parameters on the device, fetches nothing before the step and everything after it:
 
     L f + b + (L - 1) max(b, c) + c + r + u + L c + r
@@ -34,7 +34,7 @@ def offloaded_step_time(
     """Return the seconds of a stage 3 step with its shards on the host.
 
     Args:
-        units: L, all of one size; the root unit is not among them.
+        units: L, the number of equal units; the root unit is not among them.
         copy: c, seconds to copy this rank's part of a unit to or from the host.
         forward, backward: f and b, seconds to compute with one unit.
         root_copy: r, seconds to copy this rank's part of the root unit.

@@ -7,13 +7,13 @@ backward, send and update, for layers 0 to n-1; backward begins at time 0.
     ready(l)   b[n-1] + ... + b[l]                the time when l's gradient is ready
     tail(l)    (u+f)[l] + ... + (u+f)[n-1]        the work that must wait for l's send
 
-    step time, all waited for    last send's end + tail(0)
+    step time, as in DDP         last send's end + tail(0)
     step time, best order        max over c:  ready(c) + s[0] + ... + s[c] + tail(c)
 
 The second line is a lower bound: layers 0 to c are not ready before layer c is, they
 share one link, and the tail of c must wait for each of them. It is reached if the
-ready layer with the longest tail, the lowest number, is always sent first, and a more
-urgent send may interrupt another at any moment: Jackson's rule (1955), for jobs that
+ready layer with the lowest number, which has the longest tail, is always sent first,
+and may interrupt another send at any moment: Jackson's rule (1955), for jobs that
 become ready one after the other and can be interrupted (Horn 1974). Without
 interruption the problem is NP-hard; cutting sends into pieces is in between. Chapter
 15.
@@ -74,7 +74,7 @@ def send_starts(compute: Sequence[Real], network: Sequence[Real]) -> list[Real]:
 
 
 def wait_for_all_time(layers: Sequence[Layer]) -> Real:
-    """Return the step time if sends follow backward, and updates wait for all.
+    """Return the step time with sends in backward's order; updates wait for all sends.
 
     That is data parallelism as in DDP, with a bucket for each layer.
     """
@@ -109,10 +109,10 @@ def binding_layer(layers: Sequence[Layer]) -> int:
 
 
 def good_piece(layers: Sequence[Layer], each: Real) -> float:
-    """Return a good length of pieces in time on the link; `each` is their overhead.
+    """Return a good length of pieces, as time on the link; `each`: a piece's overhead.
 
     Let S be the time of all sends. Pieces of length p cost `each` S / p more, and an
-    urgent piece waits up to p for the one before it. p + `each` S / p is smallest at
-    the root of `each` S. This is an estimate; try values around it.
+    urgent piece waits up to p for the previous one. p + `each` S / p is smallest at
+    p = sqrt(`each` S). This is an estimate; try values around it.
     """
     return math.sqrt(each * sum(layer.send for layer in layers))

@@ -27,7 +27,7 @@ from ddp_course.theory.checks import check_choice
 
 # A new schedule needs no closed form; `simulate_schedule` handles any.
 PIPELINES = tuple(name for name, each in SCHEDULES.items() if each.closed_form)
-STAGES_PER_RANK = {  # schedules not in here always have one
+STAGES_PER_RANK = {  # by default; other schedules always have one
     name: each.stages_per_rank for name, each in SCHEDULES.items() if each.any_stages
 }
 
@@ -143,7 +143,7 @@ def pipeline_activations(
 
 @dataclass(frozen=True)
 class PipelineVolume:
-    """The messages over all boundaries between stages in one step, of all ranks.
+    """The messages over all boundaries between stages in one step, from all ranks.
 
     Attributes:
         messages: the number of messages, forward and backward.

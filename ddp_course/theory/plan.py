@@ -64,14 +64,14 @@ class Model:
 
     @property
     def block(self) -> int:
-        """The parameters of a layer: 12 h² + 13 h in GPT-2, 12 h² + 10 h in ours."""
+        """The parameters of a layer: 12 h² + 13 h; 12 h² + 10 h in the course's GPT."""
         if not self.layers:
             return 0
         return 12 * self.hidden**2 + (10 if self.config else 13) * self.hidden
 
     @property
     def root(self) -> int:
-        """The parameters of no layer: embedding, last norm, output matrix."""
+        """The parameters outside of layers: embedding, last norm, output matrix."""
         return self.parameters - self.layers * self.block
 
     @property
@@ -143,8 +143,8 @@ class Row:
             are the units that stage 3 holds gathered (the root, the layer that
             computes, and a prefetched one) and the unsharded gradients of the root and
             of one layer.
-        fits: whether the ledger's total is at most the GPU's memory; None if it is, but
-            without the activations, which are unknown.
+        fits: whether the ledger's total is at most the GPU's memory; None if the total
+            is, but lacks the activations, which are unknown.
         bytes_sent: bytes that each GPU sends to others in a step.
         times_ddp: `bytes_sent` divided by DDP's; None on one GPU, which sends nothing.
         seconds: `bytes_sent` divided by the bandwidth, without overlap; None if the
@@ -249,11 +249,11 @@ def _gathered(model: Model, gpus: int, precision: Precision) -> int:
 
 
 def fewest_gpus(model: Model, memory: float, **options: object) -> int | None:
-    """Return the fewest GPUs on which the model fits with stage 3; None if none.
+    """Return the fewest GPUs on which the model fits with stage 3, or None.
 
     Activations and gathered blocks do not shrink with more GPUs. And padding grows with
-    their number: a small model may fit on 8 GPUs and not on 10,000. `options` are those
-    of `plan`. Chapter 08.
+    the number of GPUs: a small model may fit on 8 and not on 10,000. `options` are
+    those of `plan`. Chapter 08.
     """
 
     def row(gpus: int) -> Row:

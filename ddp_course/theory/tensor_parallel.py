@@ -9,9 +9,9 @@ on n ranks, all of which compute the same B sequences of T tokens, the all-reduc
     loss          2 in forward, of B T and of 2 B T numbers
 
 With sequence parallelism each all-reduce of S is a reduce-scatter and an all-gather,
-which send the same bytes. Two of the all-gathers are at the ends of the model: of the
-embedding's gradient, and of the head's input. The gradients of parameters that all
-ranks have, but that each uses only for its own tokens, are summed: L (6 C) + 2 C
+which send the same bytes. Two of the all-gathers are at the ends of the model: they
+gather the embedding's gradient and the head's input. The gradients of parameters that
+all ranks have, but that each uses only for its own tokens, are summed: L (6 C) + 2 C
 numbers in one all-reduce, and the positions in another.
 
 Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2. Chapter 09.
@@ -86,7 +86,7 @@ def tensor_parallel_volume(
     loss = 3 * tokens * itemsize * (last in mine)
     replicated = sum(layer_replicated(config)[layer] for layer in mine) * itemsize
     pairs = of_hidden if sequence_parallel else 0
-    together = sequence_parallel and layers is None  # and one of the positions
+    together = sequence_parallel and layers is None  # one sum, and one of positions
     ring = 2 * Fraction(tp_size - 1, tp_size)
     return TensorParallelVolume(
         ring * hidden,
