@@ -16,7 +16,7 @@ EXCERPTS = "_static/excerpts.js"
 
 
 def buttons(address: str) -> dict[str, Any]:
-    """Return the theme's options for links to the repository; none to a placeholder."""
+    """Return the theme's options for links to the repository, if there is one."""
     if "example.org" in address:
         return {}
     return {
@@ -52,7 +52,7 @@ html_use_index = False
 html_theme_options = {
     "home_page_in_toc": True,
     "show_toc_level": 2,
-    "navbar_persistent": [],  # the search stands in the sidebar
+    "navbar_persistent": [],  # the sidebar has the search
     "footer_content_items": ["extra-footer.html"],
     "extra_footer": "MIT licence",
     "use_fullscreen_button": False,
@@ -95,8 +95,8 @@ class Sections(HTMLParser):
 def write_excerpts(app: Any, error: Exception | None) -> None:
     """Write the text of all pages into a script, from which the search quotes.
 
-    The search would fetch the pages themselves, which a browser does not allow for
-    pages that are opened from the disk.
+    Without the script, the search would fetch the pages, which browsers forbid if
+    they are opened from the disk.
     """
     out = Path(app.outdir)
     if error is None and app.builder.name == "html":

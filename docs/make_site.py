@@ -21,9 +21,9 @@ from typing import Any
 from ddp_course.commands import CommandError, chapters
 
 HERE = Path(__file__).parent
-REST = "## The package"  # of the README: from here on, a page of its own
+REST = "## The package"  # from this heading on, the README is a page of its own
 NEEDS = ("sphinx", "myst_nb", "sphinx_book_theme")
-MARK = ".buildinfo"  # Sphinx puts it beside its pages
+MARK = ".buildinfo"  # Sphinx writes this file beside its pages
 LONG = 70  # lines: longer sources are shown at a click
 RUN = {  # piece of a cell's source -> what the reader can do in JupyterLab, not here
     "raise NotImplementedError": "write your answer there, and the check says whether "
@@ -66,7 +66,7 @@ def build(source: Path, pages: Path) -> None:
         raise CommandError(f"Sphinx warns:\n{warnings.getvalue()}")
 
 
-# From the course to what Sphinx reads
+# ---- the files that Sphinx reads
 
 
 def collect(course: Path, source: Path) -> None:

@@ -1,10 +1,10 @@
-"""What all tests share: their order, and looking for what was left behind."""
+"""Settings and order of all tests; helpers that find processes left behind."""
 
 import json
 import os
 
-# Before PyTorch is there: its threads, in kernels, too, sleep while they wait. On two
-# cores with others beside them they would spin, for most of the time of all tests.
+# Set before PyTorch is imported: its threads, also in kernels, sleep while they wait.
+# By default they spin: on two busy cores, that took most of the tests' time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import signal
@@ -23,24 +23,26 @@ OUTCOMES = Path(__file__).with_name("endurance.json")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run all tests in a process per core and one more, 4 at most, chosen ones in one.
+    """Run all tests in one process per core plus one, at most 4; chosen tests in one.
 
     A test computes on one core on average: its ranks share two, or wait for each other.
-    Every process more imports all tests again, and starts a fork server.
+    Every further process imports all tests again, and starts a fork server.
     """
     everything = config.args_source == config.ArgsSource.TESTPATHS
     return min(4, 1 + (os.cpu_count() or 1)) if everything else 0
 
 
 def pytest_configure() -> None:
-    """Let nbval start kernels whose ports no rank of another test can take.
+    """Configure nbval, PyTorch and Hypothesis.
 
-    And let PyTorch compute in one thread, as in each rank: on some CPUs a product of
-    matrices in two threads has other bits, and tests compare bits with those of ranks.
+    nbval starts kernels whose ports no rank of another test can take.
 
-    And let Hypothesis draw the same examples in every run: a change is judged by what
-    it changes. With DDP_COURSE_ENDURANCE=1 it draws others. No example has a deadline:
-    the machine may be busy.
+    PyTorch computes in one thread, as in each rank: on some CPUs a product of matrices
+    in two threads has other bits, and tests compare bits with those of ranks.
+
+    Hypothesis draws the same examples in every run, so that a test fails only if the
+    code has changed. With DDP_COURSE_ENDURANCE=1 it draws new ones. No example has a
+    deadline: the machine may be busy.
     """
     import nbval.kernel  # not above: ranks of tests import this file, too
     import torch
@@ -48,7 +50,7 @@ def pytest_configure() -> None:
 
     torch.set_num_threads(1)
 
-    # A shell lets what runs in its background ignore Ctrl-C, and all that this starts.
+    # A shell's background jobs, and all their children, ignore Ctrl-C; undo that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     nbval.kernel.KernelManager = kernel_manager()
@@ -58,7 +60,7 @@ def pytest_configure() -> None:
 
 
 def kernel_manager() -> type:
-    """Return a class that starts a kernel and meets it at files of its own."""
+    """Return a class that starts a kernel and connects to it by sockets in files."""
     from jupyter_client.manager import KernelManager
 
     from ddp_course.commands.execute import OwnSockets
@@ -67,14 +69,14 @@ def kernel_manager() -> type:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write down what a long form came to, and when: DDP_COURSE_ENDURANCE=1."""
+    """Record outcome and date of an endurance test, if DDP_COURSE_ENDURANCE is set."""
     long = os.environ.get("DDP_COURSE_ENDURANCE") and "endurance" in report.keywords
     if long and (report.when == "call" or report.outcome == "failed"):
         write_down(report)
 
 
 def write_down(report: pytest.TestReport, file: Path = OUTCOMES) -> None:
-    """Put the outcome of a test in the place of its last one; nothing else changes."""
+    """Replace the record of a test in `file`; keep those of all other tests."""
     known = json.loads(file.read_text()) if file.exists() else {}
     record = {"date": date.today().isoformat(), "outcome": report.outcome}
     record |= {"seconds": round(report.duration, 1), **dict(report.user_properties)}
@@ -92,9 +94,9 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Run cheap tests before costly ones, and the notebooks last, the longest first.
 
-    So no long notebook begins when all others have ended. A test that fails beside
-    others has a second try: its ranks may have stood still for seconds. That it needed
-    one is told at the end. A cell of a notebook has none.
+    So no long notebook begins when all others have ended. If tests run in several
+    processes, a test that fails is tried again: its ranks may have stood still for
+    seconds. pytest lists it as RERUN at the end. Cells of notebooks are not repeated.
     """
     if hasattr(config, "workerinput"):  # this is one of several processes
         for item in items:
@@ -116,7 +118,7 @@ def pytest_collection_modifyitems(
 
 
 def alive(pid: int) -> bool:
-    """Tell whether a process is there and is not merely a zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -125,8 +127,8 @@ def alive(pid: int) -> bool:
 
 
 def none_left(pids: list[int], seconds: float = 30.0) -> bool:
-    """Wait up to `seconds` for the processes to be gone; tell whether they are."""
-    assert pids, "no process id to look for: the test looks at nothing"
+    """Wait up to `seconds` for the processes to end; return whether they have."""
+    assert pids, "no process id to look for: the test would check nothing"
     deadline = time.monotonic() + seconds
     while any(alive(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -136,7 +138,7 @@ def none_left(pids: list[int], seconds: float = 30.0) -> bool:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`, however deep."""
+    """Return the ids of all processes below `pid`, at any depth."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -154,10 +156,10 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.fixture
 def no_leftovers(tmp_path, monkeypatch):
-    """Fail if the test leaves a rank, a file in the temporary folder, or a segment."""
+    """Fail if the test leaves ranks, temporary files, shared memory or open files."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    warm()  # the fork server's own files are there before we count
+    warm()  # so that the fork server's own files are not counted as left behind
     segments, files = names_in("/dev/shm"), names_in("/proc/self/fd")
     yield
     assert names_in(tmp_path) == set()
@@ -168,12 +170,12 @@ def no_leftovers(tmp_path, monkeypatch):
 
 
 def names_in(folder: str | Path) -> set[str]:
-    """Return what is in a folder."""
+    """Return the names of the files and folders in a folder."""
     return {path.name for path in Path(folder).iterdir()}
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Return the ranks that the fork server of process `pid` has running."""
+    """Return the process ids of the ranks that the fork server of `pid` runs."""
     servers = [p for p in descendants(pid) if "multiprocessing.forkserver" in _line(p)]
     return [rank for server in servers for rank in descendants(server)]
 

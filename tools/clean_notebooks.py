@@ -5,8 +5,8 @@
 
 What is stored must be what was shown. A rule is a complaint and a remedy, a function
 that changes the notebook so that the complaint no longer holds. `clean` applies every
-remedy; `complaints` reports those which would change something, and what no remedy can
-put right. So no rule exists twice.
+remedy; `complaints` reports the rules with a remedy that would change something, and
+what no remedy can mend. So no rule exists twice.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ METADATA = {
 }
 VIEW = "application/vnd.jupyter.widget-view+json"
 
-# What only one machine or one run has. A path is one of somebody's home, of a
-# temporary folder or of an installation; /proc, /dev and the like are the same for all.
+# Text that differs between machines or runs. Paths are those of a home, a temporary
+# folder or an installation; /proc, /dev and the like are the same on all machines.
 _FOLDERS = r"/(?:home|Users|root|tmp|work|opt|private|var/folders|usr/(?:local/)?lib)/"
 _VOLATILE = {
     "an absolute path": re.compile(rf"(?<![\w.~-]){_FOLDERS}[^\s'\"<>]+|[A-Z]:\\\w+"),
     "a memory address": re.compile(r"\bat 0x[0-9a-f]{6,}\b"),
 }
 
-# What `show_source` writes: the name of a file, then blocks of its code.
+# The output of `show_source`: the name of a file, then blocks of its code.
 _FILE_OR_CODE = re.compile(r"^`(\S+)`$|^(`{3,})python\n(.*?)\n\2$", re.M | re.S)
 
 
@@ -86,7 +86,7 @@ def save(path: Path, timeout: int) -> list[str]:
 
 
 def text_of(notebook: NotebookNode) -> str:
-    """Return what is to stand in the file: the same text for the same notebook."""
+    """Return the text of a notebook's file: the same for the same notebook."""
     return nbformat.v4.writes(notebook) + "\n"
 
 
@@ -112,7 +112,7 @@ def complaints(path: Path) -> list[str]:
 
 
 def incurable(notebook: NotebookNode) -> Iterator[str]:
-    """Yield what only its author can put right in a notebook with outputs."""
+    """Yield the problems of a notebook with outputs that only its author can mend."""
     yield from changed_sources(notebook)
     cells = code_cells(notebook)
     if [cell.execution_count for cell in cells] != list(range(1, len(cells) + 1)):
@@ -133,7 +133,7 @@ def incurable(notebook: NotebookNode) -> Iterator[str]:
 
 
 def changed_sources(notebook: NotebookNode) -> Iterator[str]:
-    """Yield what cells show of the package's source that is no longer in its file."""
+    """Yield a message for each cell that shows source which its file no longer has."""
     for number, cell in enumerate(code_cells(notebook), start=1):
         for text in (o.get("data", {}).get("text/markdown", "") for o in cell.outputs):
             for file, shown in _sources(text):
@@ -187,7 +187,7 @@ def _widget_views(notebook: NotebookNode) -> None:
 
 
 def _streams(notebook: NotebookNode) -> None:
-    """Join what a cell printed: in how many pieces it came differs from run to run."""
+    """Join the pieces that a cell printed: their number differs from run to run."""
     for cell in code_cells(notebook):
         pieces, cell.outputs, first = cell.outputs, [], {}
         for piece in pieces:
@@ -200,7 +200,7 @@ def _streams(notebook: NotebookNode) -> None:
 
 
 def _tracebacks(notebook: NotebookNode) -> None:
-    """Name files in tracebacks as anyone would: nbval does not compare tracebacks."""
+    """Remove this machine's folders from tracebacks, which nbval does not compare."""
     names = {
         f"{PACKAGE.parent}/": "",
         f"{Path(nbformat.__file__).parents[1]}/": "",  # site-packages
@@ -215,7 +215,7 @@ def _tracebacks(notebook: NotebookNode) -> None:
 
 
 def _texts(outputs: list[NotebookNode]) -> Iterator[str]:
-    """All text of the outputs; pictures are not read."""
+    """Yield all text of the outputs; pictures are skipped."""
     for output in outputs:
         yield output.get("text", "")
         yield from output.get("traceback", [])
@@ -226,7 +226,7 @@ def _texts(outputs: list[NotebookNode]) -> Iterator[str]:
 RULES: dict[str, Callable[[NotebookNode], None]] = {
     "its metadata are not the names of kernel and language alone": _metadata,
     "a cell's metadata hold more than its tags": _cell_metadata,
-    "a cell has no id, or one that another has": _cell_ids,
+    "a cell has no id, or the id of another cell": _cell_ids,
     "the output of a widget is stored, which no viewer can show": _widget_views,
     "a stream is stored in pieces": _streams,
     "a traceback names folders of one machine": _tracebacks,

@@ -3,7 +3,7 @@
 FLOP/s are dense, in bfloat16 (NVIDIA's headlines count 2:4 sparsity and are twice as
 large); links count one direction (NVLink's 900 GB/s are 450 each way). `matmul` is the
 share of the FLOP/s that the largest measured product of matrices reaches; where no
-measurement was found it is assumed to be .8.
+measurement was found, it is assumed to be 0.8.
 
 Sources: stas00/ml-engineering, compute/accelerator and network (GPUs, links, measured
 products); jax-ml/scaling-book, tpus.md, and Google Cloud's pages (TPUs); NVIDIA's
@@ -26,7 +26,7 @@ class Accelerator:
         flops: FLOP/s in bfloat16 (V100: float16), dense.
         memory: bytes.
         bandwidth: bytes/s between the chip and its memory.
-        link: bytes/s that it sends to the others of its node.
+        link: bytes/s that it sends to other accelerators of its node.
         watts: the maximum power; None if it was not published.
         matmul: the share of `flops` that large products of matrices reach.
         node: the number of accelerators that such links join.
@@ -102,7 +102,7 @@ class Cluster:
 
         Args:
             ranks: the group's size.
-            stride: the distance between the numbers of two neighbours.
+            stride: the difference between the numbers of two neighbouring ranks.
 
         A group inside a node uses the node's links. Otherwise g of its ranks lie in
         each node, and a ring leaves each node once. So g rings, each over its own

@@ -9,9 +9,8 @@ values used instead. Left out are runs that the formulas do not cover: experts
 (DeepSeek-V3), FP8 (torchtitan's 405B), unpublished layouts or accounting (GPT-3, OPT).
 
 `step_time.SUSTAINED` was fitted to the first ten rows; the others are predictions.
-Where a source prints FLOP/s that count what is computed again (Megatron-LM 2021,
-BLOOM), these FLOPs were taken off.
-Chapter 18.
+Where a source's FLOP/s include recomputation (Megatron-LM 2021, BLOOM), the recomputed
+FLOPs were subtracted. Chapter 18.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Anchor:
     fitted: bool = False
 
     def predicted(self) -> float:
-        """Return the predicted share, counted as the source counts."""
+        """Return the predicted MFU, counted as the source counts."""
         gpu, w = ACCELERATORS[self.gpu], self.workload
         network = self.network * GB
         cluster = Cluster(gpu, self.candidate.ranks, gpu.node, network=network)
@@ -70,7 +69,7 @@ class Anchor:
 
     @property
     def error(self) -> float:
-        """The prediction over what was printed, minus 1."""
+        """The predicted MFU divided by the published one, minus 1."""
         return self.predicted() / self.mfu - 1
 
 

@@ -2,7 +2,7 @@
 
     found = search(workload, cluster)
     found.best[0]            # a Prediction
-    found.too_large          # the fastest of those that need more memory
+    found.too_large          # those that need too much memory, least first
 
 A layout is dp x pp x cp x tp, a ZeRO stage, recomputation, the rows of a microbatch and
 the stages on a rank. All that are possible are predicted: some ten thousand for 512
@@ -52,7 +52,7 @@ def search(
     software: Software = Software(),  # noqa: B008 - frozen
     recompute: str | None = None,
 ) -> Found:
-    """Predict time and memory of all possible layouts; raise ValueError without any.
+    """Predict time and memory of all possible layouts; raise ValueError if none is.
 
     Layouts that take the same time are sorted by memory. `recompute` is the only kind
     of recomputation that is tried; None tries all.

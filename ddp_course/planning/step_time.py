@@ -5,8 +5,8 @@ A rank's step is a sum, in seconds:
     compute    m microbatches through the slowest rank's layers: products of matrices at
                the speed that large ones reach, everything else at the memory's speed
     bubble     (p - 1) / v of one microbatch's time
-    tp         all-reduces between the layers' halves: nothing else can run meanwhile
-    cp         keys and values that go around, beyond what attention hides
+    tp         all-reduces after each half of a layer: nothing else can run meanwhile
+    cp         sending keys and values around, beyond what attention hides
     pp         messages between stages, for which 1F1B waits (`exposed_messages`)
     dp         gradients and parameters, beyond what backward (ZeRO-3: forward) hides
     optimizer  reading and writing states
@@ -47,10 +47,10 @@ WHOLE, DIVIDED = 10, 12  # WHOLE: done by each rank of tp, without sequence para
 SCORES = 13  # bytes read and written per score, if attention is not fused
 LOGITS = 20  # bytes read and written per logit, in float32
 MEMORY_REACHED = 0.85  # share of the memory's bytes/s
-# Share of the largest products' speed that products in training reach: fitted to the
-# ten rows of Megatron-LM's table 1 (see `anchors`), the only number that is.
+# Share of the largest products' speed that products in training reach: the only fitted
+# number, from the ten rows of Megatron-LM's table 1 (see `anchors`).
 SUSTAINED = 0.86
-ROOM = 0.92  # share of the memory that tensors can fill: context, fragments, buffers
+ROOM = 0.92  # share of memory for tensors; the rest: context, fragments, buffers
 
 
 class Candidate(NamedTuple):
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         dp, pp, cp, tp: ranks along each axis.
-        zero: what the ranks of dp (and cp) shard: 0 to 3.
+        zero: the ZeRO stage, 0 to 3; the ranks of dp and cp share the shards.
         recompute: "none", "selective" or "full".
         microbatch: rows of a microbatch on one rank.
         stages: pipeline stages on each rank, v: 1 is 1F1B, more is interleaved 1F1B.
@@ -97,13 +97,13 @@ class Software:
         overlap: communication along dp, cp and pp runs beside computing.
         precision: a name of `theory.PRECISIONS`.
         optimizer: a name of `theory.OPTIMIZERS`.
-        dropout: whether the model has any.
+        dropout: whether the model has dropout.
         data_outermost: whether the ranks of dp lie farthest apart, as in this course's
             meshes; else those of pp do, as in Megatron-LM and torchtitan.
-        frees: whether gradients are freed between steps, as by PyTorch's `zero_grad`.
-            DDP's buckets are not freed: they hold copies of gradients that several
-            microbatches have added up. Stages keep their outputs until backward. All
-            this is so in this course.
+        frees: whether memory is used as in this course: gradients are freed between
+            steps, as by PyTorch's `zero_grad`; DDP's buckets are not, and hold copies
+            of gradients that several microbatches have added up; stages keep their
+            outputs until backward.
         bucket: bytes of gradients that are reduced at once; 0: those of one layer.
         gathers_ahead: whether parameters that ZeRO-1 or 2 gathers after a step arrive
             during the next forward.
@@ -122,13 +122,13 @@ class Software:
 
     @property
     def number(self) -> int:
-        """Bytes of a number of an activation."""
+        """The bytes of one number of an activation."""
         return precision_named(self.precision).activation
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout's step.
+    """The predicted step of one layout.
 
     Attributes:
         candidate: the layout.
@@ -144,11 +144,11 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
+        """The seconds of a step."""
         return sum(self.parts.values())
 
     def mfu(self, workload: Workload, cluster: Cluster) -> float:
-        """Return model FLOPs over what the accelerators' data sheets promise."""
+        """Return the model FLOPs divided by those that the data sheets promise."""
         flops = workload.flops_per_token * workload.tokens
         return flops / (cluster.gpus * cluster.gpu.flops * self.seconds)
 
@@ -161,8 +161,8 @@ def predict(
 ) -> Prediction:
     """Return what a step takes, keeps and sends in one layout.
 
-    The layout must be possible: see `search.problem`. Layers that pp does not divide
-    are rounded up: the rank with one more is the slowest.
+    The layout must be possible: see `search.problem`. If pp does not divide the layers,
+    the result is for the ranks with one layer more, which are the slowest.
     """
     c, w = candidate, workload
     microbatches = w.rows // (c.dp * c.microbatch)
@@ -273,13 +273,13 @@ def _ring_attention(
 ) -> tuple[float, float]:
     """Return the seconds that one layer's keys and values travel, and the bytes sent.
 
-    `channel` are the bytes of one channel of all tokens that a rank has.
+    `channel`: the bytes of one channel of all the rank's tokens.
     """
     if c.cp == 1:
         return 0.0, 0.0
     kv = (w.kv_heads or w.heads) / w.heads
     u = 2 * channel * w.hidden * kv / c.tp
-    times = 4 + (c.recompute == "full")  # forward; backward, with float32 gradients
+    times = 4 + (c.recompute == "full")  # u forward; u and float32 gradients backward
     nbytes = times * (c.cp - 1) * u
     delay = times * (c.cp - 1) * cluster.delay(c.cp, c.tp)
     return delay + nbytes / cluster.bandwidth(c.cp, c.tp), nbytes
@@ -303,11 +303,11 @@ def exposed_messages(
 ) -> float:
     """Return how much longer a pipeline takes because its messages take time.
 
-    `hops[k]` are the seconds of a message between ranks k and k + 1. All messages of
-    the filling and the draining are waited for. Between them 1F1B waits again: a rank's
-    forward comes after a backward that has been to the last rank and back, so p
-    microbatches wait for 2 (p - 1) messages, or each of them for the slowest one.
-    Interleaved stages have work in that time.
+    `hops[k]` are the seconds of a message between ranks k and k + 1. While the pipeline
+    fills and drains, ranks wait for every message. In between, 1F1B waits again: a
+    rank's forward follows the backward of a microbatch that has been to the last rank
+    and back, so p microbatches wait for 2 (p - 1) messages, or each of them for the
+    slowest message. With interleaved stages, ranks have other work in that time.
     """
     if not hops:
         return 0.0
@@ -330,10 +330,10 @@ def _data_parallel(
 ) -> tuple[float, float]:
     """Return the seconds of dp's communication that nothing hides, and bytes sent.
 
-    `hides` are the seconds of one microbatch's forward and backward: gradients travel
-    during the last backward, with ZeRO-2 and 3 during every one; parameters that ZeRO-1
-    or 2 gathers during the next forward; ZeRO-3 gathers for every microbatch, both
-    ways. Without overlap nothing is hidden but what ZeRO-3 fetches ahead.
+    `hides` are the seconds of one microbatch's forward and backward. Gradients travel
+    during the last backward; with ZeRO-2 and 3, during every backward. Parameters that
+    ZeRO-1 or 2 gathers travel during the next forward; ZeRO-3 gathers in forward and
+    backward of every microbatch. Without overlap, only ZeRO-3's messages are hidden.
     """
     ranks = c.dp * c.cp
     stride = c.tp * (c.pp if software.data_outermost else 1)
@@ -369,8 +369,8 @@ def _data_parallel(
 def behind(sending: float, computing: float, layers: int) -> float:
     """Return how long sending goes on after computing, layer by layer.
 
-    A layer's bucket is sent when the layer has been computed, and behind the bucket
-    before it. So the last bucket is never hidden; earlier ones are, if time suffices.
+    A layer's bucket is sent after the layer has been computed and the previous bucket
+    has been sent. So the last bucket is never hidden; earlier ones are, if time allows.
     """
     last = sending / layers
     return max(last, sending - computing * (layers - 1) / layers)
@@ -399,8 +399,8 @@ def _ledger(w: Workload, c: Candidate, software: Software, microbatches: int) ->
     """Return the ledger of the rank that keeps most: in the first or the last stage.
 
     Backward works on gradients of activations: one of a layer's output, and one four
-    times as wide inside its MLP ("other"). It begins when the pipeline is full. If no
-    microbatch has been through it by then, there are no gradients of parameters yet.
+    times as wide inside its MLP ("other"). Activations peak when the pipeline is full.
+    If all microbatches are in flight then, no parameter has a gradient yet.
     """
     layers, ranks = -(-w.layers // c.pp), c.dp * c.cp
     numel = int(_parameters(w, c))

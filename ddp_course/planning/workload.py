@@ -1,8 +1,9 @@
 """A model and one step's batch, and the FLOPs that a token costs.
 
-A multiply-add counts as two FLOPs. For each token, forward multiplies it with each of N
-parameters (2 N), backward does so twice (4 N); attention compares it with T others
-(4 L h T forward, 12 L h T in all, if what causal masks hide is counted, as is usual):
+A multiply-add counts as two FLOPs. For each token, forward multiplies by each of N
+parameters (2 N), and backward does so twice (4 N). Attention compares the token with T
+tokens (4 L h T in forward, 12 L h T in all; the part that causal masks hide counts,
+as is usual):
 
     FLOPs per token = 6 N + 12 L h T
 
@@ -30,17 +31,17 @@ class Workload:
 
     Attributes:
         parameters: the number of all parameters, embeddings included.
-        layers: L.
-        hidden: h.
+        layers: L, the number of layers.
+        hidden: h, channels between layers.
         heads: heads of queries.
         sequence: T, tokens of a row.
-        vocab: V.
+        vocab: V, tokens of the vocabulary.
         rows: rows of one step's batch, on all GPUs together.
         kv_heads: heads of keys and values; 0 means as many as of queries.
         tied: whether the output matrix is the token embedding.
         learned_positions: whether there is a table with a row for each position.
 
-    Raises ValueError for numbers that make no model.
+    Raises ValueError if the heads, or the embeddings, do not fit the other numbers.
     """
 
     parameters: int
@@ -55,7 +56,7 @@ class Workload:
     learned_positions: bool = False
 
     def __post_init__(self) -> None:
-        """Check what the formulas divide by."""
+        """Check that heads divide channels, and that layers have parameters."""
         if self.hidden % self.heads:
             raise ValueError(
                 f"heads is {self.heads}; it must divide hidden, which is {self.hidden}"
@@ -128,5 +129,5 @@ class Workload:
 
 
 def _rounded(number: float) -> int:
-    """Return the nearest multiple of 8, or of 1 below 12."""
+    """Return the nearest multiple of 8; below 12, the nearest integer of 1 or more."""
     return 8 * round(number / 8) if number >= 12 else max(1, round(number))
