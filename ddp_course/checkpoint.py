@@ -122,10 +122,11 @@ class Checkpoints:
     def save(self, losses: list[float], last: bool = False) -> None:
         """Write a checkpoint if one is due after this step, or if it is the last.
 
-        With `last`, the checkpoint is on the disk when this returns, even if a thread
+        With `last`, rank 0 returns when the checkpoint is on the disk, even if a thread
         writes it. Rank 0 raises CheckpointError if it cannot write, or if another run
         has written into the folder since this run loaded: each run would overwrite the
-        other's checkpoints. The other ranks then see rank 0 exit, as after any failure.
+        other's checkpoints. The other ranks then find rank 0 gone, as after any
+        failure.
         """
         due = last or len(losses) % self.every == 0
         if self.folder is None or not due:

@@ -89,7 +89,7 @@ class Corpus:
         seed: int = 0,
         part: str = "train",
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, y), each (batch_size, block_size) int64: y is x one place later.
+        """Return (x, y), each (batch_size, block_size) int64: y is x one token later.
 
         Rows start at random places of the "train" or the "validation" part. The result
         depends on the arguments alone: it is the same on every rank and in every run.

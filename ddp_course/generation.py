@@ -26,8 +26,8 @@ class KeyValueCache:
     """A model, and the keys and values of all positions that it has computed so far.
 
     Args:
-        model: a GPT, one that `tensor_parallel` has cut, or some layers of one. It
-            stays as it is; several caches, each for its own rows, may share it.
+        model: a GPT, one that `tensor_parallel` has cut, or some layers of one. The
+            model is not changed; several caches, each for its own rows, may share it.
 
     Attributes:
         length: the number of positions that are cached.

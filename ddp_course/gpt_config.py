@@ -122,7 +122,7 @@ class MixtureConfig(GPTConfig):
     def num_parameters(self) -> int:
         """The number of parameters; a block has E MLPs (8C² + 5C) and a router (EC)."""
         c, more = self.d_model, self.experts - 1
-        each = more * (8 * c * c + 5 * c) + self.experts * c  # the last is the router's
+        each = more * (8 * c * c + 5 * c) + self.experts * c  # MLPs, router
         return super().num_parameters + self.n_layer * each
 
     @property

@@ -75,7 +75,7 @@ def reached(copy: Path) -> dict[str, str]:
 
 
 def better(status: str, than: str | None) -> bool:
-    """Return whether `status` is valid and better than `than`; all are above None."""
+    """Return whether `status` is valid and better than `than` (None: no status yet)."""
     return status in STATUSES[STATUSES.index(than) + 1 if than else 0 :]
 
 

@@ -119,7 +119,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> tuple[HasState, HasState]:
     inner = _without_wrappers(model)
     if hasattr(optimizer, "whole_states"):
         return optimizer.whole_states(inner)
-    shards = hasattr(optimizer, "load_parts")  # ZeRO 1 and 2: optimizer of shards
+    shards = hasattr(optimizer, "load_parts")  # ZeRO 1 and 2 shard its states
     if not isinstance(inner, DividedModule):
         if shards:
             state = partial(_consolidated, optimizer)
@@ -127,7 +127,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> tuple[HasState, HasState]:
         return inner, optimizer
     groups, stepped = inner.groups, optimizer
     load = partial(load_full_optimizer_state, optimizer)
-    if shards:  # its states are sharded along one more group
+    if shards:  # along one more group
         groups = groups_around(optimizer.process_group, groups)
         stepped = optimizer.optim
         load = optimizer.load_parts

@@ -160,7 +160,14 @@ PRECISIONS = {
 
 
 class Amount(NamedTuple):
-    """A number after the colon of a compressor's name, as in topk:0.01."""
+    """A number after the colon of a compressor's name, as in topk:0.01.
+
+    Attributes:
+        name: its name in error messages.
+        read: parses its text.
+        example: a text that is valid.
+        limits: arguments of `within`.
+    """
 
     name: str
     read: Callable[[str], float]

@@ -41,7 +41,7 @@ class Strategy:
         states: takes the wrapped model; returns further objects whose state a
             checkpoint must hold, by name.
         finish: takes the wrapped model, on all ranks, when training has ended;
-            afterwards every rank has the same model. None if they are never different.
+            afterwards every rank has the same model. None if the models never differ.
 
     A sharded model is a `mechanisms.whole_state.WholeState`. If the ranks have
     different optimizer states, the optimizer has a method `whole_states(model)`. It

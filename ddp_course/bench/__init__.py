@@ -52,7 +52,7 @@ def benches() -> dict[str, str]:
 
 
 def load(name: str) -> ModuleType:
-    """Import the bench of this name."""
+    """Return the imported module of the bench `name`."""
     module = name.replace("-", "_")
     known = {found.name for found in pkgutil.iter_modules(__path__)}
     end = "" if module in known else "_"

@@ -57,7 +57,7 @@ def bench(quick: bool) -> Iterator[Row]:
 
 
 def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
-    """Yield a row per rule and one for the gain, from `turns` steps of the slowest."""
+    """Yield a row per rule, one for the gain; the slowest worker runs `turns` times."""
     times = [SECONDS] * (WORKERS - 1) + [SECONDS * slower]
     predicted, measured = {}, {}
     for way, rule in WAYS.items():
@@ -103,7 +103,7 @@ def straggle(rule: object, count: int, slower: int) -> Record | None:
 
 
 def pull_and_push(turns: int, numel: int = NUMEL) -> Timings:
-    """Measure how rank 1 pulls from rank 0 and pushes, in several ways; on both."""
+    """Measure a pull and a push of rank 1, in several ways; both ranks call it."""
     ways = {BARE: bare(numel), "server": served(numel)}
     if rpc.is_available():
         ways["rpc"] = remote(numel)

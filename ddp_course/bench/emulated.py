@@ -138,7 +138,7 @@ def kept_by(layout: Candidate, config: GPTConfig, rows: int) -> Ledger:
     """Return the bytes that this rank keeps at the peak of a layout's second step.
 
     All ranks call it, and really train the GPT. Without a pipeline, microbatches add up
-    gradients, which are averaged in the last one. The first step has short rows; it
+    gradients, and the last microbatch averages them. The first step has short rows; it
     creates the optimizer's states and the buckets.
     """
     parts = rows // (layout.dp * layout.microbatch)
@@ -200,7 +200,7 @@ class _Clock:
 
 
 class _Wait:
-    """A forward hook that slows a layer down to the imagined chip's two times."""
+    """A forward hook: the layer takes the chip's time, in forward and in backward."""
 
     def __init__(self, clock: _Clock, seconds: Callable) -> None:
         self.clock, self.seconds = clock, seconds

@@ -118,8 +118,8 @@ def killed_runs(
 ) -> dict[float, KilledRun]:
     """Train with each interval until the run's ranks were killed `failures` times.
 
-    All training runs have the same failures. They take turns, so that a busy moment of
-    the machine disturbs all of them.
+    All training runs have the same failures. The runs take turns, so that a busy moment
+    of the machine disturbs all of them.
     """
     dice = Random(seed)
     times = times_to_failure(failures, MEAN, dice)

@@ -153,7 +153,7 @@ def together(
     repeat: int | None = None,
     warm: int = 0,
 ) -> Timings:
-    """Measure in turns that begin at the same time on all ranks; all ranks call it.
+    """Measure contenders in turns that begin together on all ranks; all ranks call it.
 
     Each contender is first called `warm` times. The measurement ends early after
     about `seconds` on rank 0's clock. By default the first contender's time on rank 0

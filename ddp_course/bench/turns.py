@@ -37,7 +37,7 @@ class Pair:
         beside: the variant whose time is the denominator.
         at_most: the required ratio: a number, or {tokens: number}.
         title: the column's title; by default the variant.
-        over: "over" this is the title of the pair's table; by default over `beside`.
+        over: names the denominator in the table's title; by default `beside`.
         control: whether both are the same code, so that the ratio shows the noise.
     """
 
@@ -123,7 +123,12 @@ def in_turns(
 
 
 def slowest(timings: Sequence[Timings]) -> tuple[Times, float]:
-    """Return the slowest rank's times in turns that count; other programs' share."""
+    """Return the slowest rank's times in the turns that count, and the others' share.
+
+    A turn counts if other programs took at most `LOUD` of the machine. If fewer than
+    `ENOUGH` turns do, all turns count. The share is the median of what other programs
+    took in the turns that count.
+    """
     shares = [share(list(turn)) for turn in zip(*(o for _, o in timings), strict=True)]
     calm = [turn for turn, others in enumerate(shares) if others <= LOUD]
     turns = calm if len(calm) >= ENOUGH else range(len(shares))

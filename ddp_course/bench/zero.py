@@ -36,7 +36,7 @@ ABOUT = "A step under our ZeRO beside ZeroRedundancyOptimizer (ZRO) and fully_sh
 
 
 def zero_default(model: nn.Module) -> steps.Parallelized:
-    """Return DDP and ZeroRedundancyOptimizer as the documentation has them."""
+    """Return DDP and ZeroRedundancyOptimizer as PyTorch's documentation uses them."""
     replica = PyTorchDDP(model)
     return replica, PyTorchZeRO(replica.parameters(), AdamW, lr=steps.ADAMW["lr"])
 

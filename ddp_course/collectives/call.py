@@ -71,7 +71,7 @@ class Collective:
                 self.usable(f"{role}[{k}]", tensor, like)
 
     def usable(self, role: str, tensor: Any, like: Any = None) -> bool:
-        """Return whether a tensor can be sent and is like `like`; else refuse it."""
+        """Return whether a tensor can be sent and is like `like`; if not, refuse it."""
         if not isinstance(tensor, Tensor):
             self.refuse(f"{role} is a {type(tensor).__name__}, not a tensor")
         elif tensor.layout != torch.strided or tensor.device.type == "meta":

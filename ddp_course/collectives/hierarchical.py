@@ -22,7 +22,7 @@ from ddp_course.collectives.plan import Plan, Transfer, among, chain, make_plan
 
 @cache
 def leader_plan(nnodes: int, nproc_per_node: int) -> Plan:
-    """Reduce to each node's first rank; all-reduce these; broadcast inside the nodes.
+    """Reduce to each node's first rank; all-reduce among these; broadcast inside nodes.
 
     Between G nodes only these leaders send, each 2 (G - 1) / G S for S bytes.
     """
@@ -37,7 +37,7 @@ def leader_plan(nnodes: int, nproc_per_node: int) -> Plan:
 
 @cache
 def sharded_plan(nnodes: int, nproc_per_node: int) -> Plan:
-    """Reduce-scatter inside; all-reduce between equal local ranks; all-gather inside.
+    """Reduce-scatter in nodes; all-reduce among equal local ranks; all-gather in nodes.
 
     Of S bytes, every rank sends 2 (G - 1) / G S / g to other nodes, for G nodes of g
     ranks.

@@ -160,7 +160,7 @@ class Barrier:
         """Wait for all and compare texts; return None if all are equal, else all texts.
 
         The hashes of whole texts are compared; only `LONGEST` bytes are returned. A
-        text that this page has already is not written again. Errors: as `wait`.
+        text that is on this page already is not written again. Raises what `wait` does.
         """
         encoded, digest = _hashed(text)
         page = self.turn

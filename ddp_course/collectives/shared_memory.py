@@ -32,8 +32,9 @@ def empty(
     """Return an uninitialised tensor in shared memory; all ranks call it together.
 
     An `all_reduce` of the tensor, or of a contiguous part of it, needs no staging. All
-    ranks pass the same shape and type. It takes memory until `free` or the end of the
-    group. Raises CollectiveError; OSError if there is too little memory. Chapter 03.
+    ranks pass the same shape and type. The memory is kept until `free` or the end of
+    the group. Raises CollectiveError; OSError if there is too little memory. Chapter
+    03.
     """
     call = Collective(group, "shared_memory.empty", shape=list(shape), dtype=dtype)
     tensors: list[Tensor] = []

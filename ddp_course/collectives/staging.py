@@ -76,7 +76,10 @@ class Staging:
         self._views: dict[tuple, list[Tensor]] = {}
 
     def page(self, turn: int, like: Tensor) -> list[Tensor]:
-        """Return a page's slots (each rank's, then the results'), flat, like `like`."""
+        """Return a page's slots as flat tensors of the size and type of `like`.
+
+        First come the ranks' slots, then the slot for results.
+        """
         key = turn, like.numel(), like.dtype
         if key not in self._views:
             if len(self._views) >= KEPT:

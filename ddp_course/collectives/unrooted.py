@@ -133,7 +133,7 @@ def all_to_all_single(
 
     A part is some rows, elements of dimension 0. `input_split_sizes[j]` rows go to the
     j-th rank, and `output_split_sizes[i]` rows of `output` come from the i-th; they may
-    be 0. Without sizes, all parts are equal, so the number of ranks divides the rows.
+    be 0. Without sizes, all parts are equal: the number of ranks must divide the rows.
     The rows of all ranks have the same shape and type. Raises CollectiveError, also if
     a rank sends more or fewer rows than the receiver takes. Chapter 02.
     """
@@ -211,7 +211,7 @@ def barrier(group: Group = None, async_op: bool = False) -> Work | None:
     call = Collective(group, "barrier")
 
     def body() -> None:
-        where = "cpu" if "cpu" in call.endpoint.backends else "cuda"  # only NCCL
+        where = "cpu" if "cpu" in call.endpoint.backends else "cuda"  # NCCL alone
         token = torch.zeros(1, dtype=torch.uint8, device=where)
         plan = barrier_plan(call.size)
         call.carry_out(plan, Buffer.flat(token, 1), ReduceOp.MAX)

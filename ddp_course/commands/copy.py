@@ -43,7 +43,7 @@ def refresh(original: Path, folder: Path) -> list[str]:
     """Update the copy in `folder` from `original`; return a line for each change."""
     record_file, changes = folder / RECORD, []
     folder.mkdir(parents=True, exist_ok=True)
-    if not record_file.exists():  # created first: even an interrupted copy is a copy
+    if not record_file.exists():  # first, so that an interrupted copy is known
         record_file.touch()
     try:
         record = json.loads(record_file.read_text())

@@ -192,7 +192,7 @@ def execute(
     except (asyncio.CancelledError, RuntimeError) as raised:
         if client.stopped:
             raise KeyboardInterrupt from None
-        error = str(raised)  # "Kernel died", or that it did not start
+        error = str(raised)  # "Kernel died", or the kernel did not start
     if error:
         error = textwrap.shorten(error, 300, placeholder="...")  # one line
         return Failure(len(begun), error, place, _line(begun, place))

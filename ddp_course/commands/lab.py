@@ -29,7 +29,7 @@ OPTIONS = (
     "--LabApp.custom_css=True",  # from this folder:
     f"--ServerApp.tornado_settings=static_custom_path={Path(__file__).parent}/jupyterlab",
 )
-NEWS = "@jupyterlab/apputils-extension:announcements"  # a popup: download news?
+NEWS = "@jupyterlab/apputils-extension:announcements"  # a popup that offers news
 # Every user of the machine can connect to a kernel's ports and read code and outputs.
 # So kernels use sockets in a private folder, unless the folder's name is longer than
 # this: a socket's name has at most 107 characters, and Jupyter appends `kernel-`, 36

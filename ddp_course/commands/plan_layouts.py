@@ -99,10 +99,10 @@ def workload_of(args: Namespace) -> tuple[Workload, list[str]]:
 
 
 def rows_of(args: Namespace, sequence: int) -> int:
-    """Return the number of rows in a step that is nearest to --step-tokens.
+    """Return the rows of a step: the allowed number that is nearest to --step-tokens.
 
-    It is a multiple of --gpus or, if there are fewer rows than GPUs, a divisor, so that
-    the ranks of dp can share the rows equally. Raises ValueError below one row.
+    Allowed are multiples of --gpus or, if there are fewer rows than GPUs, divisors, so
+    that the ranks of dp can share the rows equally. Raises ValueError below one row.
     """
     rows = args.step_tokens / sequence
     if rows < 1:
@@ -124,7 +124,10 @@ def cluster_of(args: Namespace) -> Cluster:
 
 
 def software_of(args: Namespace) -> Software:
-    """Return what the training's software does; ValueError for slow number formats."""
+    """Return the options of the training software.
+
+    Raises ValueError for options that cannot be combined with --gpu.
+    """
     half = [n for n, each in PRECISIONS.items() if each.activation == 2]  # bytes
     if args.precision not in half:
         allowed = ", ".join(half)
@@ -248,7 +251,10 @@ def training(
 
 
 def too_large(found: Found) -> list[str]:
-    """Return why dp alone does not fit, by ZeRO stage, and layouts without an axis."""
+    """Return lines about layouts that are too large, and the least that they need.
+
+    They are dp alone, by ZeRO stage, and all layouts without pp, tp or cp.
+    """
     lines = []
     for zero in ZERO:
         named = f"dp alone, ZeRO-{zero}" if zero else "dp alone"

@@ -188,7 +188,7 @@ class StepFirst:
 
 
 def check_one_by_one(optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer cannot step parameters one by one: test it.
+    """Test an optimizer; raise ValueError if it cannot step parameters one by one.
 
     An optimizer cannot do so if it uses several parameters at once, or stores state in
     its options.

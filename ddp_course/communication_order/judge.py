@@ -30,12 +30,12 @@ def check(step: TimedStep) -> str:
     A step is legal if
 
     1. every layer has one backward, one update and one forward, and every piece of its
-       gradient one send, each as long as it must be;
+       gradient one send, and all of these take their right times;
     2. each lane does one thing at a time, backward goes from the last layer to the
        first, and forward from the first to the last;
     3. no piece is sent before the layer's backward has ended, no layer is updated
        before all its pieces were sent (all pieces of all layers, if the policy waits
-       for all), and none runs forward before it was updated;
+       for all), and no layer runs forward before it was updated;
     4. at no time are more pieces handed over but not yet sent than the credit allows.
 
     A piece that is never sent breaks condition 1. Raises OrderError, which names the

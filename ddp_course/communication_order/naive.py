@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 
 class NaiveScheduledDataParallel(nn.Module):
-    """A wrapper that sends first layers' gradients first; forward waits layer by layer.
+    """A wrapper that sends the first layers' gradients first; forward waits for each.
 
     Every layer has an optimizer of its own, `make_optimizer(parameters)`. The ranks do
     not agree on the order of their messages: do not train with it.
@@ -61,7 +61,7 @@ class NaiveScheduledDataParallel(nn.Module):
         self.work[parameter] = self.all_reduce(parameter.grad, async_op=True)
 
     def step(self) -> None:
-        """Send the rest, the most urgent first; each layer steps when it runs next."""
+        """Send all other gradients, by urgency; each layer steps when it runs next."""
         while self.ready:
             self._send_most_urgent()
 

@@ -144,9 +144,9 @@ def plan(
 ) -> TimedStep:
     """Return the step of `policy` for measured times; all ranks must call it.
 
-    `layers` are in the order of forward. `ready` has the seconds until each bucket was
-    full, by bucket; `took` has this rank's seconds by (op, bucket), for the ops
-    "update" and "forward". The `piece` of `policy` is in bytes.
+    `layers` are in the order of forward. `ready` has, by bucket, the seconds from the
+    start of backward until the bucket was full; `took` has this rank's seconds by (op,
+    bucket), for the ops "update" and "forward". The `piece` of `policy` is in bytes.
     """
     own = []
     for k, layer in enumerate(layers):

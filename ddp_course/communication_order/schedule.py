@@ -324,7 +324,7 @@ def _sends(
 def _forward(
     layers: Sequence[Layer], sent: Sequence[Real], policy: Policy, now: Real
 ) -> Iterator[StepEvent]:
-    """Update and run each layer when its gradient has been sent, or all gradients."""
+    """Yield updates and forwards: a layer waits for its gradient, or for all."""
     if policy.wait_for_all:
         sent = [max(sent)] * len(layers)
     ops = [(op, k) for k in range(len(layers)) for op in ("update", "forward")]

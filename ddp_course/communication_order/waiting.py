@@ -23,7 +23,7 @@ class SleepingStack(nn.Sequential):
 
 
 class SleepingBlock(nn.Module):
-    """A layer that sleeps, and adds the mean of its float32 weight to its input."""
+    """A layer that sleeps, and adds its float32 weight's mean to its input's sum."""
 
     def __init__(self, forward: float, backward: float, nbytes: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from ddp_course.compression.hook import Compressor, as_bytes
 
 
 class Int8(Compressor):
-    """A compressor to one byte a number, and 4 bytes more for every `block` numbers.
+    """A compressor that sends a byte per number, and 4 bytes per `block` numbers.
 
     It has no error feedback: rounding to the nearest is off by half a step at most, in
     either direction. PyTorch: `quantization_pertensor_hook` (one scale, and an

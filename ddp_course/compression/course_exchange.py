@@ -21,7 +21,7 @@ from ddp_course.compression.exchange import Exchange
 
 
 class CourseExchange(Exchange):
-    """An `Exchange` by the course's collectives, in the thread of the process group.
+    """An `Exchange` that runs the course's collectives in the process group's thread.
 
     Args:
         group: the ranks; None means all.

@@ -105,7 +105,7 @@ def compress(
 
 
 class Gathered(Compressor):
-    """A compressor to bytes that no all-reduce can add: ranks gather and average them.
+    """A compressor whose bytes no all-reduce can add: ranks gather and average them.
 
     A subclass defines `encode` and `decode`. A rank sends its bytes to N - 1 others, so
     this saves bytes only if they are fewer than 2 / N of the gradient's.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def mean_in_16_bits(gradient: Tensor) -> Tensor:
     """Return the mean over the ranks, sent and added as float16: half the bytes."""
-    small = gradient.half() / dist.get_world_size()  # divided first: no overflow
+    small = gradient.half() / dist.get_world_size()  # before adding: no overflow
     dist.all_reduce(small)
     return small.to(gradient.dtype)
 

@@ -18,7 +18,7 @@ BITS = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
 
 
 class Sign(Gathered):
-    """A compressor to one bit for each number, and one float32 for all of them."""
+    """A compressor that sends one bit per number, and one float32 per bucket."""
 
     def __init__(self, feedback: bool = True, exchange: Exchange | None = None) -> None:
         super().__init__(feedback, exchange)

@@ -12,7 +12,7 @@ from ddp_course.compression.hook import Compressor
 
 
 class SixteenBits(Compressor):
-    """A compressor to float16 or bfloat16; the collective adds in that type, too.
+    """A compressor that sends float16 or bfloat16; sums are computed in it, too.
 
     Each number is divided by N before it is sent, so that the sum does not overflow:
     float16 rounds 65,520 and more to inf. PyTorch: `fp16_compress_hook`.

@@ -33,7 +33,7 @@ def check_density(density: float) -> float:
 
 
 class TopK(Gathered):
-    """A compressor to the k largest values of a bucket and their indices: 8 bytes each.
+    """A compressor that sends a bucket's k largest values with indices, 8 bytes each.
 
     `density` is k / numel. PyTorch has no such hook.
     """
@@ -59,7 +59,7 @@ class TopK(Gathered):
 
 
 class RandomK(Compressor):
-    """A compressor to k random values, new ones in every step; 4 bytes each.
+    """A compressor that sends k random values, others in every step; 4 bytes each.
 
     With feedback the values are sent unchanged. Without it they are multiplied by
     numel / k: then their expected value is the gradient (they are unbiased), and their

@@ -60,7 +60,8 @@ def padded_length(length: int, num_ranks: int, assignment: str) -> int:
 def pairs(queries: Sequence[int], keys: Sequence[int]) -> int:
     """Return how many pairs (query, key) of these positions are visible; pure.
 
-    Both are ascending. A query sees the keys at its own position and before.
+    `queries` and `keys` are ascending. A query sees the keys at its own position and
+    before.
     """
     count, visible = 0, 0
     for query in queries:

@@ -22,7 +22,7 @@ class RingRecorder:
     """A part that writes events into the open logs.
 
     Attributes:
-        op: the op of the events of computing, "forward" or "backward".
+        op: the op of events in the lane "compute", "forward" or "backward".
     """
 
     def __init__(self) -> None:

@@ -49,8 +49,8 @@ class Ring:
     Call it as `ring(q, k, v)` on all ranks: q is (B, H, T/N, D), k and v may have fewer
     heads, each of which serves several heads of q. Returns (B, H, T/N, D).
 
-    Announces, in forward and in backward, with the step and the number of pairs (query,
-    key) that a step computes:
+    Announces these moments of each step, in forward and in backward; `pairs` is the
+    number of pairs (query, key) that the step computes:
 
         before_compute(ring, step, pairs)
         after_compute(ring, step, pairs)
@@ -82,7 +82,8 @@ class Ring:
     def blocks(self, source: int, device: torch.device) -> Iterator[Block]:
         """Yield the blocks that this rank computes with the keys of rank `source`.
 
-        Blocks in which no query sees a key, half of all on average, are left out.
+        Blocks in which no query sees a key are left out: about half of all blocks, if
+        positions are contiguous or zigzag.
         """
         for queries, rows in _with_slices(self.assigned[self.rank]):
             for keys, columns in _with_slices(self.assigned[source]):

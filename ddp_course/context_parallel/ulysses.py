@@ -24,7 +24,7 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 
 class HeadExchange(Function):
-    """All-to-all of pieces along one dimension, joined along another.
+    """An all-to-all of pieces that are cut along one dimension, joined along another.
 
     Its backward is the exchange in the other direction.
     """
