@@ -99,7 +99,7 @@ class Checkpoints:
         if newest > steps:
             raise CheckpointError(
                 f"the newest checkpoint in {self.folder} is of step {newest}, but this "
-                f"run ends after step {steps}; take more steps, or another folder"
+                f"run ends after step {steps}; use more steps, or another folder"
             )
         reads = _rank() == holder
         state = agreed(
@@ -147,7 +147,7 @@ class Checkpoints:
             if _step_of(path) not in self.known:
                 raise CheckpointError(
                     f"{path} was written by another run while this one trained; "
-                    "take another folder for one of them"
+                    "use another folder for one of them"
                 )
         state = {"settings": self.settings, "losses": losses} | state
         try:
@@ -235,6 +235,6 @@ def _differences(path: Path, theirs: Mapping, ours: Mapping) -> str:
         if theirs.get(name) != ours.get(name)
     ]
     return (
-        f"{path} belongs to a run with other settings ({'; '.join(differ)}); take "
+        f"{path} belongs to a run with other settings ({'; '.join(differ)}); use "
         f"another folder, or the same settings"
     )

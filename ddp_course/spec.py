@@ -471,7 +471,7 @@ class Layout:
             raise SpecError(
                 f"schedule {self.schedule!r} on {self.pp} ranks has {self.stages} "
                 f"stages, and the model has {layers} layers, embedding and head among "
-                "them; take fewer ranks, another schedule, or a model with more layers",
+                "them; use fewer ranks, another schedule, or a model with more layers",
                 "pp",
             )
 
@@ -580,7 +580,7 @@ def _threads(a: Layout) -> str | None:
     if a.threads > 1 and (ranks > 1 or a.zero):
         return (
             f"threads is {a.threads}, ranks is {ranks} and zero is {a.zero}: "
-            "DataParallel runs in one process, without ZeRO; take ranks 1 and zero 0, "
+            "DataParallel runs in one process, without ZeRO; use ranks 1 and zero 0, "
             "or threads 1"
         )
     return None
@@ -597,7 +597,7 @@ def _experts(a: Layout) -> str | None:
     if a.zero == 3:
         return (
             f"zero is 3 and ep is {a.ep}: ranks with other experts cannot gather their "
-            "parameters from each other; take zero 1 or 2"
+            "parameters from each other; use zero 1 or 2"
         )
     if a.data_parallel != "ddp":
         return (
@@ -611,13 +611,13 @@ def _beside_experts(a: Layout, config: MixtureConfig) -> str | None:
     if a.cp > 1 and (config.capacity is not None or config.balance):
         return (
             f"cp is {a.cp}, and ranks with a part of a sequence do not know its loads; "
-            "leave capacity out and take balance 0"
+            "leave capacity out and use balance 0"
         )
     if config.balance and (a.precision == "fp16" or a.threads > 1):
         return (
             f"precision is {a.precision!r} and threads is {a.threads}: the gradient of "
             "the balance loss is neither scaled with the loss nor averaged over "
-            "threads; take balance 0, or bf16 and ranks"
+            "threads; use balance 0, or bf16 and ranks"
         )
     return None
 
@@ -631,7 +631,7 @@ def _beside_zero(a: Layout) -> str | None:
     if a.zero == 3 and a.pp > 1:
         return (
             f"zero is 3 and pp is {a.pp}: every unit would be gathered once for each "
-            "microbatch; take zero 1"
+            "microbatch; use zero 1"
         )
     if a.shard is not None and a.zero != 3:
         return f"shard is {a.shard} and zero is {a.zero}; shard needs zero 3"
@@ -651,7 +651,7 @@ def _beside_data_parallel(a: Layout) -> str | None:
     if a.data_parallel != "ddp" and wrong:
         return (
             f"data_parallel {a.data_parallel!r} cannot be combined with "
-            f"{' and '.join(wrong)}: {why[a.data_parallel]}; take 'ddp'"
+            f"{' and '.join(wrong)}: {why[a.data_parallel]}; use 'ddp'"
         )
     return None
 
@@ -662,7 +662,7 @@ def _bubble(a: Layout) -> str | None:
         return (
             f"precision {a.precision!r} cannot be combined with schedule "
             f"{a.schedule!r}: the two halves of its backward do not autocast the "
-            "weights; take bf16-pure, or 1f1b"
+            "weights; use bf16-pure, or 1f1b"
         )
     return None
 
@@ -686,7 +686,7 @@ def _local(a: Layout) -> str | None:
             wrong.append(f"data_parallel is {a.data_parallel!r}")
         return (
             f"local_steps is {a.local_steps} and {wrong[0]}; ranks that "
-            "step alone have whole models and send no gradients: take data_parallel "
+            "step alone have whole models and send no gradients: use data_parallel "
             "'ddp' along dp alone, with zero 0 and without compress"
         )
     return None
@@ -704,12 +704,12 @@ def _compress(a: Layout) -> str | None:
         )
     if a.dp == 1:
         text = f"compress is {a.compress!r}, and one rank sends nothing"
-        return f"{text}; take two ranks or more"
+        return f"{text}; use two ranks or more"
     if a.precision == "fp16":
         return (
             f"compress {a.compress!r} cannot be combined with precision 'fp16': the "
             "compression error of one step's scaled gradient would be added to a "
-            "gradient with another scale; take bf16"
+            "gradient with another scale; use bf16"
         )
     return None
 

@@ -99,7 +99,7 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     ("--json /tmp", "cannot write /tmp: it is a folder"),
     ("--tp 2 --ranks 1", "the number of ranks is 1; it must be a multiple of 2"),
     ("--pp 1 --schedule gpipe", "--schedule has no effect without a pipeline"),
-    ("--compress powersgd:4", "one rank sends nothing; take two ranks or more"),
+    ("--compress powersgd:4", "one rank sends nothing; use two ranks or more"),
     ("--local-steps 8 --outer nesterov", "averaging needs two ranks or more"),
     ("--ranks 4 --microbatches 8", "--microbatches has no effect without a pipe"),
     ("--tp 2 --schedule gpipe", "--schedule has no effect without"),

@@ -63,7 +63,7 @@ class LimitedMemory(MemoryLog):
         if self._total > self.limit:
             raise OutOfMemory(
                 f"out of memory: this rank keeps {self._total / 1e6:.2f} MB, and has "
-                f"{self.limit / 1e6:.2f} MB; take a layout that "
+                f"{self.limit / 1e6:.2f} MB; use a layout that "
                 f"keeps less on each rank. It keeps:\n{self.peak}"
             )
 

@@ -70,7 +70,7 @@ test_nor_do_other_meshes = answered(
     "train --compress",
     1,
     ("int8 --tp 2 --dp 2", "mesh dp 2 x tp 2; compressing is for data_parallel"),
-    ("int8 --ranks 1", "one rank sends nothing; take two ranks or more"),
+    ("int8 --ranks 1", "one rank sends nothing; use two ranks or more"),
     fixtures=["nothing_starts"],
 )
 

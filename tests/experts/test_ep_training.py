@@ -223,7 +223,7 @@ def test_a_pipeline_that_does_not_scale_the_auxiliary_loss_is_seen(one_process):
     ("ranks", "options", "words"),
     [
         (6, {"ep": 4, "dp": 6}, "ep must be a divisor of dp"),
-        (4, {"ep": 2, "zero": 3}, "zero is 3 and ep is 2: .* take zero 1 or 2"),
+        (4, {"ep": 2, "zero": 3}, "zero is 3 and ep is 2: .* use zero 1 or 2"),
         (4, {"ep": 2, "data_parallel": "flat"}, "'flat' and ep is 2"),
         (4, {"ep": 2, "compress": "fp16"}, "compress"),
         (4, {"ep": 2, "local_steps": 2}, "local_steps is 2"),
