@@ -90,7 +90,7 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     ("--dp 3 --tp 2 --ranks 4", "a mesh dp 3 x tp 2 needs 6 ranks, and the"),
     ("--data-parallel naive --tp 2 --pp 2", "'naive' cannot be combined with pp: it"),
     ("--zero 3 --dp 2 --pp 2", "zero is 3 and pp is 2: every unit would be gathered"),
-    ("--zero 1 --data-parallel flat", "ZeRO averages gradients itself; give one"),
+    ("--zero 1 --data-parallel flat", "ZeRO averages gradients itself; set only one"),
     ("--zero 3 --dp 4 --shard 3", "shard is 3 and dp is 4; shard must be a divisor"),
     ("--dp 2 --shard 2", "--shard has no effect without --zero 3"),
     ("--pp 2 --microbatches 9", "8 rows cannot be cut into 9 microbatches; make"),
