@@ -13,7 +13,7 @@ from ddp_course.strategy import Strategy
 def local_adamw(
     model: nn.Module, layout: Layout, axes: Axes | None, lr: float
 ) -> LocalSteps:
-    """Return an AdamW with local steps, and with the averages of the layout."""
+    """Return an AdamW with the local steps and averages that the layout names."""
     kind = DiLoCo if "lr" in layout.local else LocalSGD
     return kind(AdamW(model.parameters(), lr=lr), model, **layout.local)
 

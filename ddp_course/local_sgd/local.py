@@ -2,18 +2,18 @@
 
 Data parallelism averages gradients in every step. Here every rank steps with its own
 gradient, and after H steps the ranks average their parameters: they send the bytes of
-one all-reduce in H steps. In between their parameters *drift* apart.
+one all-reduce in H steps. Between two averages, their parameters *drift* apart.
 
 With SGD and H = 1 the result equals data parallelism's, up to rounding. A step is
 linear in the gradients, also with momentum: the mean of the steps is the step of the
-mean. Adam's step is not linear, as it divides by a root. The ranks do not average the
-optimizer's states: that would send two or three times as many bytes.
+mean. Adam's step is not linear, because it divides by a root. The ranks do not average
+the optimizer's states: that would send two or three times as many bytes.
 
-    LocalSteps   around any optimizer; post-local SGD begins with a DDP
-    OuterSteps   DiLoCo: the mean is not the next point, but defines a direction
+    LocalSteps   wraps any optimizer; post-local SGD begins with a DDP
+    OuterSteps   DiLoCo: the mean is not the next point, but gives the direction to it
 
-Both announce their moments to `parts` (`local_sgd.LocalSGD` and `DiLoCo` have some),
-each with this object as argument:
+Both call these methods of their `parts` (`local_sgd.LocalSGD` and `DiLoCo` have some),
+and pass themselves as the argument:
 
     constructed    before anything is sent
     before_step    before the optimizer steps
@@ -111,10 +111,11 @@ class LocalSteps:
         every: H, the number of steps from one average to the next.
         warmup: post-local SGD: the number of first steps that average gradients.
             `module` must then be a DistributedDataParallel, the course's or PyTorch's,
-            which stops averaging after them.
-        group: the ranks; None means all. Without a process group: one process.
+            which stops averaging after these steps.
+        group: the ranks; None means all. Without a process group, this process trains
+            alone.
         all_reduce: any all-reduce of this course, or PyTorch's.
-        parts: objects with methods for the moments.
+        parts: objects with some of the methods that the module's docstring lists.
 
     Attributes:
         steps: the number of steps so far.
@@ -166,7 +167,7 @@ class LocalSteps:
         """Begin local steps; at this time all ranks have the same parameters."""
 
     def average(self) -> None:
-        """Average over all ranks; all must call it."""
+        """Average the tensors of all ranks; all ranks must call it."""
         try:
             mean = means(self.averaged_tensors(), self.group, self.all_reduce)
         except RuntimeError as error:
@@ -200,11 +201,11 @@ class LocalSteps:
         return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
 
     def whole_states(self, model: nn.Module) -> tuple[EachRanks, EachRanks]:
-        """Return the states of all ranks: of their models, and of their optimizers."""
+        """Return two objects: the states of all ranks' models, and of optimizers."""
         return EachRanks(model), EachRanks(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load `state`; the module must have the parameters that this rank had then."""
+        """Load `state`; the module must have this rank's parameters of that time."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
         self._share_gradients()
@@ -225,7 +226,7 @@ class OuterSteps(LocalSteps):
     Args:
         lr, momentum, nesterov: arguments of the outer SGD, by default the paper's. The
             paper's inner optimizer is AdamW.
-        all others: those of LocalSteps.
+        all others: as in `LocalSteps`.
     """
 
     def __init__(
@@ -260,7 +261,7 @@ class OuterSteps(LocalSteps):
         super().apply_mean([*self.common, *mean[count:]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, with the common point and the outer optimizer's."""
+        """Return this rank's state, with the common point and the outer SGD's state."""
         outer = {"common": self.common, "outer": self.outer.state_dict()}
         return super().state_dict() | outer
 

@@ -75,7 +75,7 @@ class DiLoCo(OuterSteps):
 
 
 def check_arguments(name: str, module: nn.Module, **outer: Any) -> None:
-    """Raise ValueError if the class `name` cannot be constructed with these."""
+    """Raise ValueError if these are no arguments for the class called `name`."""
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"module is of type {type(module).__name__}; it must be a torch.nn.Module: "
@@ -84,8 +84,8 @@ def check_arguments(name: str, module: nn.Module, **outer: Any) -> None:
     for option in outer:
         if option not in ("lr", "momentum", "nesterov"):
             raise ValueError(
-                f"{option} is no argument of {name}; those of its outer optimizer are "
-                "lr, momentum and nesterov"
+                f"{option} is no argument of {name}; the arguments of its outer "
+                "optimizer are lr, momentum and nesterov"
             )
     if "lr" in outer:
         check_positive("lr", outer["lr"])
@@ -131,8 +131,8 @@ def check_local(local: LocalSteps) -> None:
     stepped = (p for group in local.param_groups for p in group["params"])
     if any(p.requires_grad and p not in known for p in stepped):
         raise ValueError(
-            "the optimizer has a parameter that is none of the module's; pass the "
-            "module that has all of them"
+            "the optimizer has a parameter that is not in the module; pass the module "
+            "that has all of the optimizer's parameters"
         )
     averages = hasattr(local.module, "require_backward_grad_sync")
     if local.warmup and not averages:
@@ -144,32 +144,33 @@ def check_local(local: LocalSteps) -> None:
 
 
 class StaysFrozen:
-    """A part that raises if parameters were frozen, unfrozen or replaced since."""
+    """A part that raises if parameters are frozen, unfrozen or replaced later."""
 
     def constructed(self, local: LocalSteps) -> None:
         """Record which parameters are trained."""
         self.frozen = Frozen(local.module)
 
     def before_step(self, local: LocalSteps) -> None:
-        """Raise RuntimeError if other parameters are trained now."""
+        """Raise RuntimeError if other parameters are trained than at construction."""
         self.frozen.check()
 
 
 class AgreedScaler:
     """A part that makes torch.amp.GradScaler skip a step on all ranks or on none.
 
-    Otherwise the ranks would count different steps, and average at different ones.
+    Otherwise the ranks' counts of steps would differ, and so would their times to
+    average.
     """
 
     def constructed(self, local: LocalSteps) -> None:
-        """Watch for a GradScaler, which reads the optimizer's `groups`."""
+        """Watch for a GradScaler; set `groups`, over which its decisions must agree."""
         if dist.is_initialized():
             local.groups = (local.group,)
             watch()
 
 
 class AverageErrors:
-    """A part that explains in an error what state a failed average leaves behind."""
+    """A part that turns a failed average into an error that says what to do."""
 
     def not_averaged(self, local: LocalSteps, error: RuntimeError) -> None:
         """Raise NotAveragedError from the error of the collective."""

@@ -2,9 +2,9 @@
 
 The simulated ranks step one after the other, each with a model and an optimizer of its
 own. Means are added up in the order of `collectives.naive_all_reduce`, so the bits are
-those of real ranks with that all-reduce; for two ranks, with any. PyTorch is set to one
-thread, as on every rank, because several threads would round sums differently.
-Chapter 14.
+those of real ranks with that all-reduce; for two ranks, those of any all-reduce.
+PyTorch is set to one thread, as on every rank, because several threads would round sums
+differently. Chapter 14.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def simulate_training(
     ranks: int,
     steps: int,
 ) -> SimulatedTraining:
-    """Train as `ranks` ranks would.
+    """Train in this process as `ranks` ranks would.
 
     Args:
         build: returns a model, the same each time.
         wrap: returns a LocalSGD or DiLoCo for a model. In its `warmup` the simulation
-            averages gradients, as a DDP does; the model must not be one.
+            averages gradients, as a DDP does; the model must not be a DDP.
         loss: called as `loss(model, step, rank)`; returns that rank's loss.
         ranks: the number of ranks.
         steps: the number of steps.
@@ -65,23 +65,23 @@ def _simulate(
     build: Callable, wrap: Callable, loss: Callable, ranks: int, steps: int
 ) -> SimulatedTraining:
     models = [build() for _ in range(ranks)]
-    parts = [wrap(model) for model in models]
+    optimizers = [wrap(model) for model in models]
     losses, drifts = [], []
     for step in range(steps):
-        each = [loss(model, step, rank) for rank, model in enumerate(models)]
-        for part, one in zip(parts, each, strict=True):
-            part.zero_grad()
+        own = [loss(model, step, rank) for rank, model in enumerate(models)]
+        for optimizer, one in zip(optimizers, own, strict=True):
+            optimizer.zero_grad()
             one.backward()
-        losses.append(sum(one.item() for one in each) / ranks)
-        if parts[0].steps < parts[0].warmup:
-            _average_gradients(parts)
-        due = [part.step_alone() for part in parts]
-        mean = _means([part.averaged_tensors() for part in parts])
-        trained = len(parts[0].trained)
-        drifts.append([distance(p.trained, mean[:trained]) for p in parts])
+        losses.append(sum(one.item() for one in own) / ranks)
+        if optimizers[0].steps < optimizers[0].warmup:
+            _average_gradients(optimizers)
+        due = [optimizer.step_alone() for optimizer in optimizers]
+        mean = _means([optimizer.averaged_tensors() for optimizer in optimizers])
+        trained = len(optimizers[0].trained)
+        drifts.append([distance(o.trained, mean[:trained]) for o in optimizers])
         if due[0]:
-            for part in parts:
-                part.apply_mean(mean)
+            for optimizer in optimizers:
+                optimizer.apply_mean(mean)
     return SimulatedTraining(losses, drifts, models)
 
 
@@ -97,9 +97,9 @@ def _means(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return results
 
 
-def _average_gradients(parts: Sequence[LocalSteps]) -> None:
-    """Replace gradients with their means; a rank without a gradient counts as zero."""
-    for same in zip(*(part.trained for part in parts), strict=True):
+def _average_gradients(optimizers: Sequence[LocalSteps]) -> None:
+    """Replace gradients with their means; a missing gradient counts as zeros."""
+    for same in zip(*(optimizer.trained for optimizer in optimizers), strict=True):
         if any(p.grad is not None for p in same):
             rows = [[torch.zeros_like(p) if p.grad is None else p.grad] for p in same]
             [mean] = _means(rows)

@@ -83,13 +83,13 @@ def _resize_and_report(storage: torch.UntypedStorage, nbytes: int) -> Any:
 def hooks(log: Any, watched: Iterable[Any]) -> Iterator[None]:
     """Report forwards, gradients and optimizer steps in this block to a log."""
 
-    def looks(*_: Any) -> None:
+    def look(*_: Any) -> None:
         log.look()
 
     watched = list(watched)
     handles = [
-        register_optimizer_step_pre_hook(looks),
-        register_optimizer_step_post_hook(looks),
+        register_optimizer_step_pre_hook(look),
+        register_optimizer_step_post_hook(look),
     ]
     for module in (one for one in watched if isinstance(one, nn.Module)):
         begins, ends = (lambda *_, b=b: log.forward(b) for b in (True, False))

@@ -1,9 +1,9 @@
 """The meters and logs whose blocks are open now.
 
-A collective does not take a meter as an argument: it asks for the open ones. The list
+A collective does not take a meter as an argument: it asks for the open meters. The list
 belongs to the process and not to a thread, since autograd calls DDP's hooks from
-another thread, and their messages belong to the step that is being measured. Code that
-reports messages or events imports only this file, no meter and no log.
+another thread, and the hooks' messages belong to the step that is being measured. Code
+that reports messages or events imports only this file, no meter and no log.
 """
 
 import threading
@@ -40,7 +40,8 @@ class OpenBlocks(Generic[T]):
 class MeasuredBlock:
     """The base class of meters and logs, which measure while their block is open.
 
-    Any thread may report to it. It pickles without its lock, so a rank can return it.
+    Any thread may report to them. They pickle without their locks, so a rank can return
+    them.
     """
 
     opened: ClassVar[OpenBlocks[Any]]  # one list for each kind of meter
@@ -74,8 +75,8 @@ LOGS: OpenBlocks[Any] = OpenBlocks()  # the open `EventLog`s
 def active_meters() -> tuple[Any, ...]:
     """Return the byte meters whose `with` block is open now in this process.
 
-    A collective asks once, when it is called, and counts in these meters until it is
-    done, also later and in another thread.
+    A collective asks once, when it is called, and counts in these meters until it has
+    ended, even if their blocks end earlier.
     """
     return METERS.now
 

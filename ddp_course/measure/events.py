@@ -31,7 +31,7 @@ class Event:
 
     `lane` is the line on which it is drawn, such as "compute" or "communication", by
     default its `op`. `nbytes` are the bytes that it sent, `detail` has further values
-    by name. Raises ValueError if it ends before it starts.
+    by name. Raises ValueError if `end` is before `start`.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class EventLog(MeasuredBlock):
     """A log of this rank's events; a context manager like `ByteMeter`.
 
     The collectives of this course add an event to every log that is open when they are
-    called. `rank` is by default the calling process's. Any thread may add events.
+    called. `rank` is by default the calling process's rank. Any thread may add events.
     """
 
     opened: ClassVar = LOGS
@@ -162,10 +162,11 @@ def _union(
 def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     """Return the events in Chrome's trace-event format, as a dict ready for JSON.
 
-    A process for each rank and a thread for each of its lanes, times in microseconds
-    from the earliest start. Events of a lane that run at the same time get lines of
-    their own ("communication", "communication 2"), since a viewer can only nest them.
-    The format: "Trace Event Format", Google; read by ui.perfetto.dev.
+    The trace has a process for each rank and a thread for each of its lanes; times are
+    in microseconds from the earliest start. Events of a lane that run at the same time
+    get lines of their own ("communication", "communication 2"), since viewers can only
+    nest the events of a line. The format is Google's "Trace Event Format", which
+    ui.perfetto.dev reads.
     """
     events = sorted(events, key=lambda event: (event.rank, event.start, event.end))
     first = min((event.start for event in events), default=0)

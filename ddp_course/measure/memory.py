@@ -1,15 +1,15 @@
-"""The bytes that a rank keeps now, by kind: a ledger, exact.
+"""The bytes that a rank keeps now, by kind: an exact ledger.
 
     resident(model, optimizer)
 
 It counts *storages*: the memory behind tensors. A storage counts once, with all its
-bytes, however many tensors are views of it; it lives as long as the last of them.
+bytes, however many tensors are views of it; it lives as long as the last such tensor.
 Nothing here measures the process (`RSS` is mostly PyTorch itself) or asks an allocator,
 so the same model gives the same number everywhere.
 
-Of memory that several processes share (`collectives.shared_memory.empty`), one mapping
-holds the parts of all ranks. There only those bytes count that a labelled tensor, a
-parameter, a gradient or a state covers: they are this rank's part.
+Memory that several processes share (`collectives.shared_memory.empty`) is one mapping
+with the parts of all ranks. In a mapping, only bytes count that are covered by a
+labelled tensor, a parameter, a gradient or a state: these are this rank's part.
 
 A count of storages does not see: the temporary memory of an operation, memory that an
 allocator caches or loses to fragments, the buffers of gloo and NCCL, and memory outside
@@ -41,8 +41,8 @@ def resident(*modules_and_optimizers: Any) -> Ledger:
     It counts their parameters, gradients, optimizer states and buffers ("other"), and
     every living storage with a label. Memory of two kinds counts as the first of: its
     label, parameters, gradients, optimizer states, other. A tensor that an optimizer
-    steps is a parameter if it belongs to one of the modules (or there are none); else,
-    such as a master copy in full precision, it counts as optimizer state.
+    steps is a parameter if it belongs to one of the modules, or if no module is passed;
+    any other, such as a master copy in full precision, counts as optimizer state.
 
     An optimizer is an object with `param_groups` and `state`. Raises TypeError for an
     argument that is neither that nor an `nn.Module`. Chapter 06.
@@ -61,7 +61,7 @@ def census(watched: Iterable[Any]) -> dict[torch.UntypedStorage, list[Part]]:
     """
     found: dict[torch.UntypedStorage, list[Part]] = {}
     for storage, parts in list(labels.items()):
-        if not is_mapping(storage):  # it may have been resized since
+        if not is_mapping(storage):  # it may have been resized
             parts = [Part(0, storage.nbytes(), parts[0].kind)]
         found[storage] = [*parts]
     for tensor, kind in tensors_of(watched):

@@ -50,10 +50,10 @@ from ddp_course.measure.storages import (
 
 
 class Moment(NamedTuple):
-    """The bytes kept from a moment to the next; `time` is `time.perf_counter()`.
+    """The bytes kept from one moment to the next; `time` is `time.perf_counter()`.
 
     `ledger` has the bytes by kind. `what` is the operation that allocated
-    ("aten.mm.default"), or "begin", "free", "resize", "label" (a new or changed one) or
+    ("aten.mm.default"), or "begin", "free", "resize", "label" (new or changed) or
     "found" (a parameter, gradient or state that no operation had allocated).
     """
 
@@ -65,13 +65,13 @@ class Moment(NamedTuple):
 class MemoryLog:
     """A record of every allocation and release within a `with` block.
 
-    A storage's kind is its label; without one, the log finds out when the storage turns
-    out to be a parameter, a gradient or a state of the watched objects. Until then the
-    kind is a guess, which is replaced from the allocation on: "activations" if the
-    storage was allocated in the forward of a watched module, or from a tensor that
-    requires a gradient while gradients are recorded; otherwise "other", for example for
-    intermediate results of backward. A log that is entered again starts anew. A rank
-    can return it.
+    A storage's kind is its label. Without a label, the log learns the kind when the
+    storage turns out to be a parameter, a gradient or a state of the watched objects.
+    Until then the kind is a guess, which the log later replaces back to the allocation:
+    "activations" if the storage was allocated in the forward of a watched module, or
+    from a tensor that requires a gradient while gradients are recorded; otherwise
+    "other", for example for intermediate results of backward. A log that is entered
+    again starts anew. A rank can return its log.
 
     The arguments are those of `resident`. The memory of these objects and of labelled
     tensors counts from the beginning. Raises TypeError for an argument that is neither
@@ -125,7 +125,7 @@ class MemoryLog:
 
     @property
     def peak(self) -> Ledger:
-        """The ledger of the moment with the most bytes (the first of several)."""
+        """The ledger of the moment with the most bytes, the first if several tie."""
         return max((m.ledger for m in self.moments), key=lambda ledger: ledger.total)
 
     @property
@@ -263,7 +263,7 @@ Change = tuple[TrackedPart, int]  # a part, and the change of its bytes
 class Storages:
     """The storages that a log follows until they end, and their changes.
 
-    It keeps no storage alive. Callers must have the log's lock.
+    It keeps no storage alive. Callers must hold the log's lock.
 
     Attributes:
         changes: (`time.perf_counter()`, operation, parts with the bytes by which they

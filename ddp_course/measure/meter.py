@@ -44,7 +44,7 @@ class Totals:
         """Return the bytes sent to these global ranks, such as those of a group.
 
         Along an axis of a mesh: `meter.sent_to(dist.get_process_group_ranks(group))`.
-        Two ranks that differ along one axis only share no other group.
+        Two ranks of this group are together in no other axis's group.
         """
         return sum(self.sent.get(peer, 0) for peer in set(peers))
 
@@ -53,8 +53,8 @@ class Totals:
 class Bytes(Totals):
     """The report of one rank's meter, in bytes (`messages`: the number sent).
 
-    `inside` and `between` split the bytes sent by whether the peer is on this rank's
-    node. Two reports are equal if all their numbers are.
+    `inside` is the part sent to peers on this rank's node, `between` the part sent to
+    other nodes. Two reports are equal if all their numbers are.
     """
 
     rank: int
@@ -77,9 +77,10 @@ class Bytes(Totals):
 class ByteMeter(Totals, MeasuredBlock):
     """A meter of the bytes that this rank sends to and receives from each peer.
 
-    A context manager. Several may be open at once, and all of them count. A block that
-    is entered again continues to count. A collective that starts within the block is
-    counted even if it ends after it (`async_op=True`): wait for it before reading.
+    A context manager. Several meters may be open at once, and all of them count. A
+    meter that is entered again continues to count. A collective that starts within the
+    block is counted even if it ends after the block (`async_op=True`): wait for it
+    before you read the meter.
 
     Attributes:
         sent: peer (a global rank) -> bytes sent to it.

@@ -75,9 +75,9 @@ class CollectiveCall:
 class TorchCollectives:
     """A list of the PyTorch collectives that this rank calls within a `with` block.
 
-    May be nested. `calls` is complete after the block, in the order of the calls, of
-    all threads. To measure a training step, use the fourth or a later one: DDP
-    rearranges its buckets after the first.
+    May be nested. `calls` has the calls of all threads, in order, and can be read after
+    the block. To measure a training step, use the fourth or a later one: DDP rearranges
+    its buckets after the first.
 
     Raises:
         RuntimeError: the recorder is off, no backend writes into it, more calls were
@@ -94,8 +94,8 @@ class TorchCollectives:
         """The calls in the block, after its end."""
         if self._calls is None:
             raise RuntimeError(
-                "the calls are listed when the `with` block ends; ask after it, and "
-                "measure parts of it with a TorchCollectives for each"
+                "the calls are listed when the `with` block ends; read them after it, "
+                "and measure its parts with a TorchCollectives for each part"
             )
         return self._calls
 
@@ -120,8 +120,8 @@ class TorchCollectives:
         if self._last < 0 and not new and _times_used() > self._used:
             warnings.warn(
                 f"PyTorch {torch.__version__} has recorded nothing, though the process "
-                "group was used: by sends and receives only, which are never recorded; "
-                "or this version does not record collectives of its backend",
+                "group was used. Either it only sent and received, which is never "
+                "recorded, or this version does not record the backend's collectives",
                 stacklevel=2,
             )
         sizes = self._sizes | _group_sizes()
@@ -176,7 +176,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _entries() -> list[dict[str, Any]]:
-    """Return the flight recorder's entries; a full one takes some 30 ms to read."""
+    """Return the flight recorder's entries; reading a full one takes some 30 ms."""
     return json.loads(c10d._dump_fr_trace_json()).get("entries", [])
 
 
@@ -187,7 +187,7 @@ def _group_sizes() -> dict[str, int]:
 
 
 def _times_used() -> int:
-    """Return the number of operations of the default group; 0 if it does not count."""
+    """Return the default group's number of operations; 0 if it counts none."""
     group = dist.group.WORLD
     try:
         return group._get_sequence_number_for_group()

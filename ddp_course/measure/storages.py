@@ -18,10 +18,10 @@ from ddp_course.measure.blocks import OpenBlocks
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with storages that `tensor` consists of.
+    """Yield the tensors with a storage that make up `tensor`.
 
-    That is the tensor itself; the local shard of a DTensor; indices and values of a
-    sparse tensor. Meta tensors and tensors of other layouts yield none.
+    For a plain tensor, that is the tensor itself; for a DTensor, its local shard; for a
+    sparse tensor, its indices and values. Meta tensors and other layouts yield none.
     """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
@@ -39,7 +39,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 def span_of(tensor: Tensor) -> tuple[int, int]:
     """Return the range of bytes of its storage that a tensor keeps: (start, stop).
 
-    That is the whole storage; of memory that processes share, only the bytes from the
+    That is the whole storage; in memory that processes share, only the bytes from the
     tensor's first element to its last.
     """
     storage = tensor.untyped_storage()
@@ -95,9 +95,9 @@ def label(tensor: Tensor, kind: str) -> Tensor:
     """Count the storage of `tensor` as `kind` from now on, and return `tensor`.
 
     For facts that only a strategy knows: that a tensor is a gathered block, or waits to
-    be sent. A label overrides the kind that a ledger would choose, and a later label an
-    earlier one; it is removed with the storage. Raises ValueError for an unknown kind.
-    Chapter 06.
+    be sent. A label overrides the kind that a ledger would choose, and a later label
+    overrides an earlier one; a label is removed with the storage. Raises ValueError for
+    an unknown kind. Chapter 06.
     """
     check_kind(kind)
     for part in plain_tensors(tensor):

@@ -4,21 +4,21 @@
         all_reduce(tensor)
     system.written
 
-It checks `ByteMeter`: it needs no line in the code that is measured, and cannot miss a
-message. It reads `wchar` of `/proc/self/io` (Linux, `man 5 proc_pid_io`), as psutil's
-`io_counters` does. Found with torch 2.13 and gloo, and checked by the tests:
+This count checks `ByteMeter`: it needs no line in the code that is measured, and cannot
+miss a message. It reads `wchar` of `/proc/self/io` (Linux, `man 5 proc_pid_io`), as
+psutil's `io_counters` does. Found with torch 2.13 and gloo, and checked by the tests:
 
 - gloo sends with `writev`, which `wchar` counts: the payload and 48 bytes of header for
   each message, and 48 bytes from a receiver that announces that it is ready. For
   messages of 1 MiB that is 0.01 %. An idle process writes nothing, and other programs
   do not count.
-- No byte is counted late. A send is done (`wait()`, or the return of a collective) when
-  its last byte was passed to the kernel, which is after the receiver has asked for it;
-  the count 0.3 s later was the same to the byte.
+- No byte is counted late. A send ends (`wait()`, or the return of a collective) when
+  its last byte has been passed to the kernel, after the receiver has asked for it; the
+  count 0.3 s later was the same to the byte.
 - gloo receives with `recv`, which the kernel's `rchar` does not count. So only senders
   are compared.
-- Everything that the process writes counts, also files and printed text, but not what
-  it writes into shared memory.
+- Everything that the process writes counts, also files and printed text, except writes
+  into shared memory.
 
 Explained in chapter 02.
 """
@@ -59,7 +59,7 @@ class SystemBytes:
 
 
 def _count(file: Path = Path("/proc/self/io")) -> int:
-    """Return `wchar` of this process, in bytes since it began."""
+    """Return `wchar` of this process: the bytes written since its start."""
     try:
         lines = file.read_text().splitlines()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Floor 1: what several strategies are made of. They never import each other.
+"""Floor 1: tools that several strategies share; strategies never import each other.
 
     parts       objects to which a strategy announces its moments
     agreement   do all ranks have the same modules and arguments? compared once
@@ -12,7 +12,7 @@
     timeline    the events of a backward pass, for the open event logs
     placements  which part of which parameter of the plain model a rank has; the norm of
                 the whole gradient
-    nested      divisions along a part of the ranks that another division has
+    nested      divide tensors that some of the same ranks have divided before
     divided     a divided module, and its names and shapes before the division
     assembly    whole tensors and optimizer states, added up from the ranks' parts
     whole_state the full states of a divided module

@@ -7,14 +7,14 @@
     kind_of, described  a tensor as text, for comparison
 
 Data parallelism rests on one promise: before every step all ranks have the same
-parameters. It is made at construction. The form (names, shapes, types, what is
-trained) is compared, since gradients of different shapes would be added to each other,
-or the ranks would hang; the numbers are sent by rank 0. Afterwards no rank is special:
-equal parameters and equal gradients stay equal. Chapter 04.
+parameters. The promise begins at construction. The ranks compare the form (names,
+shapes, types, what is trained), since otherwise gradients of different shapes would be
+added to each other, or the ranks would hang; rank 0 sends the numbers. Afterwards no
+rank is special: equal parameters and equal gradients stay equal. Chapter 04.
 
-The ranks compare through the store at which they met, not by a collective: another rank
-may be in another collective, with which this one would be mixed up, and a collective
-does not say which rank is missing (`launch.deadlock`).
+The ranks compare through the job's store, not by a collective: another rank may be in
+another collective, and the two would be mixed up; and a collective does not say which
+rank is missing (`launch.deadlock`).
 """
 
 import hashlib
@@ -72,7 +72,7 @@ def agreed(
 
     Raises ReplicaError (or `error`), with the same text on every rank, if some rank's
     `make` has raised, or if the forms differ. Raises DeadlockError, which names the
-    ranks, if some rank cannot come any more. Chapter 04.
+    ranks, if some rank will never call `agreed`. Chapter 04.
     """
     problem, value = "", None
     try:
@@ -95,7 +95,7 @@ def agreed(
         forms = _along(groups, {rank: tuple(own.items())})
         text = differences([dict(pairs) for pairs in forms.values()], list(forms))
     if text:
-        with suppress(RuntimeError):  # let all read: the store ends with rank 0
+        with suppress(RuntimeError):  # wait for all: the store ends with rank 0
             _along(groups, {rank: None})
         # An error of another `agreed` within `make` already has this sentence.
         whole = error is not ReplicaError or text.endswith("Nothing was sent.")
@@ -220,7 +220,7 @@ def described(value: Any) -> str:
 def digest(tensor: Tensor) -> str:
     """Return 16 hexadecimal digits that differ, except by chance, if a number differs.
 
-    A tensor on a GPU is copied to the host, which waits for it.
+    A tensor on a GPU is copied to the host, which waits for the copy.
     """
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(flat.numpy(), digest_size=8).hexdigest()

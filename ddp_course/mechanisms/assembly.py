@@ -9,8 +9,8 @@ is the whole tensor:
     sum      [1.5, 2.5, 3.5, 4.5]
 
 Bytes are added, as integers, so no bit changes, not even those of -0.0 and nan. Small
-tensors are summed together, as every message takes time, and large ones one by one, so
-that beside the parts and the result only one large tensor exists twice. A sharded
+tensors are summed together, because every message takes time, and large ones one by
+one, so that memory holds the parts, the result and one more large tensor. A sharded
 checkpoint does the same with files in place of the sum (`zero.sharded_checkpoint`).
 
 The state of a divided optimizer is assembled in the same way. To load it, all ranks
@@ -45,11 +45,11 @@ Item = tuple[Placed, State]  # how a parameter was cut, and its state, cut likew
 
 
 def way_of(tensor: Tensor) -> Placed:
-    """Return how a tensor was placed. Raises ValueError if it has not been."""
+    """Return how a tensor was placed. Raises ValueError if it was not placed."""
     if (way := placed(tensor)) is None:
         raise ValueError(
-            f"a tensor of shape {[*tensor.shape]} is no part of this model; take its "
-            "parameters()"
+            f"a tensor of shape {[*tensor.shape]} is no part of this model; use the "
+            "model's parameters()"
         )
     return way
 
@@ -64,7 +64,7 @@ class Form:
 
 
 def form_of(value: Any, steps: Sequence[Step]) -> Form | None:
-    """Return the form of the undivided `value`; None if it is not cut as its parameter.
+    """Return the form of the undivided `value`; None if it was not cut.
 
     A state without dimensions (the count "step") or of another shape is not cut.
     """
@@ -90,7 +90,7 @@ def assemble(
 
     Args:
         own: this rank's parts, by name.
-        groups: the groups along which they were divided.
+        groups: the groups along which the tensors were divided.
         order: all possible names, the same on all ranks.
         everywhere: whether all ranks get the result.
     """
@@ -101,7 +101,7 @@ def assemble(
     known = _known(own, steps, groups)
     where = device_of(groups[0]) if groups else "cpu"
     whole: dict[str, State] = {}
-    waiting: list[tuple[Tensor, State, str]] = []  # tensors, and the sums' places
+    waiting: list[tuple[Tensor, State, str]] = []  # a summand; the sum is state[key]
     for name in order:
         if name not in known:
             continue
@@ -166,7 +166,7 @@ def _owns(steps: Sequence[Step], groups: Sequence[Group], holder: int) -> bool:
 
 
 def _sum(waiting: list[tuple], groups: Sequence[Group], everywhere: bool) -> None:
-    """Add up all ranks' tensors; store the sums, None on ranks that get none."""
+    """Add up all ranks' tensors; store each sum, or None on a rank that gets none."""
     flats = [in_memory_order(z, z.stride()).view(torch.uint8) for z, _, _ in waiting]
     data = flats[0] if len(flats) == 1 else torch.cat([torch.empty(0).byte(), *flats])
     wanted = True
@@ -199,24 +199,24 @@ def full_optimizer_state(
     rank, for states with other shapes than their parameters.
 
     Args:
-        optimizer: its parameters were placed along the groups, or are pieces of such.
-        names: the names that it would step in one process, for each of its groups.
+        optimizer: steps parameters placed along the groups, or pieces of such ones.
+        names: for each of its groups, the parameters that it would step in one process.
         groups: the process groups along which the parameters were divided.
         everywhere: whether all ranks get the state.
     """
     agreed(lambda: _check_parts(optimizer), *groups)
     own = {way_of(p).name: (way_of(p), state) for p, state in optimizer.state.items()}
-    order = [name for those in names for name in those]
+    order = [name for members in names for name in members]
     whole = assemble(own, groups, order, everywhere)
     if not everywhere and any(dist.get_rank(group) for group in groups):
         return {}
     numbers = {name: number for number, name in enumerate(order)}
     param_groups = []
-    for group, those in zip(optimizer.param_groups, names, strict=True):
-        its_numbers = [numbers[name] for name in those]
+    for group, members in zip(optimizer.param_groups, names, strict=True):
+        its_numbers = [numbers[name] for name in members]
         param_groups.append({**options_of(group), "params": its_numbers})
         if "param_names" in group:
-            param_groups[-1]["param_names"] = those
+            param_groups[-1]["param_names"] = members
     states = {numbers[name]: state for name, state in whole.items() if state}
     return {"state": dict(sorted(states.items())), "param_groups": param_groups}
 
@@ -236,7 +236,7 @@ def load_full_optimizer_state(
     """
     agreed(lambda: check_state(state_dict, names, shapes), *groups)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    known = dict(zip((n for those in names for n in those), keys, strict=True))
+    known = dict(zip((n for members in names for n in members), keys, strict=True))
     own = {**optimizer.state_dict(), "state": {}}
     groups_of_both = own["param_groups"], state_dict["param_groups"]
     for group, saved in zip(*groups_of_both, strict=True):
@@ -252,7 +252,7 @@ def load_full_optimizer_state(
 
 
 def _check_parts(optimizer: Optimizer) -> None:
-    """Raise ValueError for states not shaped as their parameters (Adafactor)."""
+    """Raise ValueError for states not shaped like their parameters (Adafactor)."""
     for p, state in optimizer.state.items():
         cut = any(isinstance(s.placement, (Shard, Flat)) for s in way_of(p).steps)
         for key, value in state.items():
@@ -275,12 +275,12 @@ def check_state(
     except Exception as error:
         text = f"this is no state_dict of an optimizer: {error!r}"
         raise ValueError(text) from None
-    if lengths != (own := [len(those) for those in names]):
+    if lengths != (own := [len(members) for members in names]):
         raise ValueError(
             f"the state_dict has groups of {lengths} parameters; this optimizer has "
             f"groups of {own}"
         )
-    known = dict(zip(keys, (n for those in names for n in those), strict=True))
+    known = dict(zip(keys, (n for members in names for n in members), strict=True))
     for key, state in states.items():
         if key not in known:
             raise ValueError(

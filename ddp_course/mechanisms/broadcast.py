@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TOGETHER = 25 << 20  # bytes
+TOGETHER = 25 << 20  # bytes of a message, about
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ full, and under way, before backward has reached the first layers.
 
 The rules are those of PyTorch (`compute_bucket_assignment_by_size` in
 torch/csrc/distributed/c10d/reducer.cpp; Li et al. 2020, section 3.2.3): a bucket is
-closed as soon as it has its cap or more, so a parameter is never cut in two, and the
-first bucket is small, so that the first message leaves early. Chapter 05.
+closed as soon as it reaches its cap or exceeds it, so a parameter is never cut in two,
+and the first bucket is small, so that the first message leaves early. Chapter 05.
 """
 
 from collections.abc import Iterable
@@ -67,9 +67,9 @@ def bucket_plan(
 ) -> tuple[Bucket, ...]:
     """Divide the parameters into buckets, by their shapes, types and devices.
 
-    Frozen parameters and those without elements are in no bucket, tied ones are in one.
+    Frozen parameters and those without elements are in no bucket, a tied one is in one.
     A bucket has gradients of one type on one device, of parameters on the same ranks;
-    each kind has a small first bucket, and the bucket that is full first is sent first.
+    each kind has a small first bucket. The bucket that is full first is sent first.
 
     The caps are MiB: a bucket is closed at `bucket_cap_mb`, the first one at
     `first_bucket_mb` if that is less. Raises ValueError if one is not above 0.
@@ -80,7 +80,7 @@ def bucket_plan(
         if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0:
             raise ValueError(f"{name} is {cap!r}; it must be a number of MiB above 0")
     to_place = _trainable(named_parameters)
-    filling: dict[tuple, list[int]] = {}  # (dtype, device) -> places of an open bucket
+    filling: dict[tuple, list[int]] = {}  # kind -> places of an open bucket
     cap_of: dict[tuple, float] = {}
     closed: list[list[int]] = []
     for place, (_, parameter) in enumerate(to_place):
@@ -139,7 +139,7 @@ class LiveBucket:
     flat: Tensor = field(init=False)
     missing: int = 0  # gradients that have not arrived in this pass
     sent: bool = False  # sent, and not yet waited for
-    work: Any = None
+    work: Any = None  # the handle to wait for
 
     def lie_in(self, flat: Tensor) -> None:
         """Use `flat`, of `plan.numel` elements or more, as the bucket's memory."""

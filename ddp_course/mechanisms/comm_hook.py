@@ -57,7 +57,7 @@ class GradBucket:
         return self._last
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Let `buffer` return another tensor; `gradients` still shows the first one."""
+        """Let `buffer` return another tensor; `gradients` still views the first one."""
         self._flat = tensor
 
 

@@ -1,8 +1,8 @@
-"""A module of which every rank has a part, and the plain module that it was before.
+"""A module that is divided among ranks, and the plain module that it was before.
 
-`DividedModule` is the base of what pipelines, tensor parallelism and FSDP return. How
-each parameter was divided is noted at the parameter (`placements`); what the module's
-`state_dict` was before is a `PlainModel`. Chapters 08 to 10.
+`DividedModule` is the base class of the modules that pipelines, tensor parallelism and
+FSDP return. Each parameter has a note of how it was divided (`placements`); a
+`PlainModel` describes the `state_dict` that the module had before. Chapters 08 to 10.
 """
 
 from collections.abc import Mapping
@@ -85,10 +85,10 @@ class DividedModule:
         return None
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; return it.
+        """Scale all gradients so that their norm is at most `max_norm`.
 
-        The norm is that of the whole model's gradient, before scaling. All ranks along
-        `groups` call it. Like torch.nn.utils.clip_grad_norm_.
+        Returns the norm of the whole model's gradient before scaling, as
+        torch.nn.utils.clip_grad_norm_ does. All ranks along `groups` must call it.
         """
         return clip_grad_norm_(self.parameters(), max_norm, self.groups, norm_type)
 

@@ -6,11 +6,11 @@ element depends only on that element's own gradient and state. Most optimizers a
 Others use a whole tensor: Adafactor its rows and columns, LAMB its norm, Muon its
 singular vectors. On parts of a tensor they would silently compute other updates.
 
-No list of names could be complete, as everyone may write an optimizer. So a small
+No list of names could be complete, because anyone may write an optimizer. So a small
 matrix is stepped as a whole and in two parts, and the results are compared. Chapter 07.
 
-If the model is divided, and not the optimizer, an optimizer of any class may be
-constructed later: `trial` tries it out before its first step. Chapters 08 to 10.
+If only the model is divided, its user may later construct an optimizer of any class:
+`trial` checks that optimizer before its first step. Chapters 08 to 10.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,8 +38,8 @@ def check_elementwise(
 ) -> None:
     """Raise NotElementwiseError if stepping parts gives another result than the whole.
 
-    `options` are those of a parameter group, `defaults` the optimizer's arguments. With
-    `whole_tensors` the parts are two tensors, and the whole is both together.
+    `options` are a parameter group's, `defaults` the optimizer's; `remedy` ends errors.
+    With `whole_tensors` the parts are two tensors, and the whole is both together.
     """
     if isinstance(optimizer_class, Optimizer):
         right = f"the class {type(optimizer_class).__name__}, and its options after it"

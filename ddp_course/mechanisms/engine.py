@@ -1,15 +1,15 @@
 """The engine: collect gradients in buckets, and send these while backward computes.
 
 Autograd calls the engine for every gradient. The engine writes this rank's share of the
-gradient into its place in a bucket, and then
+mean gradient into its place in a bucket, and then
 
-    launch    sends a bucket whose last gradient has come, if it is its turn
+    launch    sends a bucket when its last gradient has come and earlier ones are sent
     compute   lets backward continue with earlier layers
     wait      when backward has ended, waits for the buckets that are still under way
 
 Every averaged pass sends every bucket once, in the same order on all ranks, whichever
-gradients come and when: collectives match by nothing but their order, and a rank that
-sent less than the others would leave them waiting.
+gradients come and when: collectives match by nothing but their order, and if a rank
+sent fewer buckets than the others, they would wait forever.
 
 A `BucketReducer` decides how a bucket is reduced: every rank gets the mean of
 everything (`AllReduceBuckets`: data parallelism), or of its own shard only (`zero`).
@@ -47,7 +47,7 @@ class BucketReducer:
         empty: allocates the memory of a bucket: `empty(numel, dtype=..., device=...)`.
     """
 
-    unused: frozenset[Tensor] = frozenset()  # no rank has their gradient
+    unused: frozenset[Tensor] = frozenset()  # parameters: no rank has a gradient
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class BucketReducer:
         """Prepare for a backward pass that is to be averaged."""
 
     def pack(self, bucket: LiveBucket, slot: Slot) -> None:
-        """Write this rank's share of a new gradient into the bucket."""
+        """Write this rank's share of the mean gradient into the bucket."""
         torch.mul(slot.parameter.grad.detach(), self.scale, out=slot.view)
         slot.parameter.grad = slot.view
 
@@ -82,7 +82,7 @@ class BucketReducer:
             self.pack(bucket, slot)
 
     def launch(self, bucket: LiveBucket) -> Any:
-        """Send a full bucket; return a handle with `wait()`, or None if it is done."""
+        """Send a full bucket; return a handle to wait for, or None if it has ended."""
         raise NotImplementedError
 
     def arrived(self, bucket: LiveBucket) -> None:
@@ -106,7 +106,7 @@ class AllReduceBuckets(BucketReducer):
     """The reducer of data parallelism: every rank gets the mean of every gradient.
 
     `all_reduce(flat, group=group, async_op=True)` returns a handle to wait for, or None
-    if it is done.
+    if the all-reduce has ended.
     """
 
     def __init__(
@@ -125,20 +125,20 @@ class AllReduceBuckets(BucketReducer):
 
 
 class Engine(Averager):
-    """The object that fills buckets with gradients and launches them by its `reducer`.
+    """The object that fills buckets with gradients and lets `reducer` launch them.
 
     Every rank adds the same buckets. Every backward pass that reaches one of their
     parameters is averaged, unless averaging is deferred (`defer`) or the engine is not
-    `expecting` a pass. Its hooks are removed with its owner. It announces to its parts,
-    in this order:
+    `expecting` a pass. When the engine is deleted, its hooks are removed. It announces
+    to its parts, in this order:
 
-        backward_broke(engine)          found before a pass: the last one has failed
+        backward_broke(engine)          a new pass begins, and the last one has failed
         before_backward(engine)         the first gradient of a pass has come
         bucket_full(engine, bucket)     the bucket's last gradient has come
         before_launch(engine, bucket)
         after_launch(engine, bucket)    `bucket.work` is the handle, or None
         backward_ended(engine)          no further gradient will come
-        before_wait(engine, bucket)     bucket is None: for all that are under way
+        before_wait(engine, bucket)     bucket is None: all buckets under way
         after_wait(engine, bucket)
         after_reduction(engine)         all buckets are reduced; no `grad` is set yet
         after_backward(engine)          every parameter has its mean
@@ -176,7 +176,7 @@ class Engine(Averager):
         return self._callback is not None and self._callback() is not None
 
     def begin(self) -> None:
-        """Begin an averaged pass; the first gradient does so, if nobody has before."""
+        """Begin an averaged pass, unless one runs; each gradient calls this."""
         if not self.running and not self.deferrals:
             self.recover()
             callback = functools.partial(self._end_backward)
@@ -194,7 +194,7 @@ class Engine(Averager):
         self.reducer.pass_begins(self)
 
     def _gradient_accumulated(self, bucket: LiveBucket, slot: Slot) -> None:
-        """Write this rank's share of a new gradient into its bucket."""
+        """Write this rank's share of the mean gradient into its bucket."""
         if slot.parameter.grad is None:
             return  # a backward in two halves computes it later
         slot.fresh = True

@@ -1,4 +1,4 @@
-"""How the ranks of a group exchange activations, by PyTorch's collectives.
+"""Exchange activations among the ranks of a group, by PyTorch's collectives.
 
 A *summand* is a rank's partial result: only its sum over the ranks is meaningful. It is
 computed in a `buffer`, and summed there. After an all-reduce all ranks have the same
@@ -92,9 +92,9 @@ class MessageExchange:
         return torch.cat(parts, dim)
 
     def parts(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Return every rank's part of `x` along `dim`: views. Nothing is sent.
+        """Return every rank's part of `x` along `dim`, as views. Nothing is sent.
 
-        Raises ValueError if they would not be equally long.
+        Raises ValueError if the parts would not be equally long.
         """
         length = x.shape[dim]
         if length % self.size:

@@ -1,6 +1,6 @@
-"""Checks, which a strategy calls itself, that a wrapped model has not changed.
+"""Check that a wrapped model has not changed; a strategy calls these checks itself.
 
-They import only torch. Guards around PyTorch's own tools are in `guards`.
+This file imports only torch. Guards around PyTorch's own tools are in `guards`.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Frozen:
-    """The parameters of a module when a strategy wrapped it, and which were frozen.
+    """The parameters of a module when a strategy wrapped it, and the frozen ones.
 
     Parameters that are added or unfrozen later would not be averaged. If the parameters
     are `pieces`, with which autograd does not compute, none may be frozen later or have
@@ -25,7 +25,7 @@ class Frozen:
         self.kept = [(*of, trained) for *of, trained in every if pieces or not trained]
 
     def check(self) -> None:
-        """Raise RuntimeError if the parameters or what is frozen have changed."""
+        """Raise RuntimeError if parameters were exchanged, frozen or unfrozen."""
         for name, parameter, trained in self.kept:
             if parameter.requires_grad != trained:
                 was, now = ("trained", "frozen") if trained else ("frozen", "trained")
@@ -85,7 +85,7 @@ def added_too_late(name: str) -> str:
 
 
 def check_first_order() -> None:
-    """Raise RuntimeError in a backward pass that is itself recorded."""
+    """Raise RuntimeError in a backward pass with create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True: the gradient of a gradient needs tensors that this "

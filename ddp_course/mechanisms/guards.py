@@ -3,7 +3,7 @@
 PyTorch's tools assume one process. As soon as a strategy that shards parameters is
 constructed, these tools are guarded in this process:
 
-    an optimizer constructed before       refused at its first step: the model no longer
+    an optimizer constructed earlier      refused at its first step: the model no longer
                                           uses the parameters that it steps
     torch.nn.utils.clip_grad_norm_,       refused: they would take this rank's part of
     get_total_norm, clip_grads_with_norm_ the gradient for the whole
@@ -30,19 +30,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_course.mechanisms.placements import PLACED, device_of, groups_of, placed
 
-# Parameters with only a part of the averaged gradient -> the optimizer that averages.
+# A parameter with only a part of its averaged gradient -> the optimizer that averages.
 AVERAGED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
-    """Record that `by`, the strategy, trains other tensors in place of these."""
+    """Record that the strategy `by` trains other tensors in place of these."""
     watch()
     for parameter in parameters:
         parameter.left_behind = by
 
 
 def averaged_by(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
-    """Record that `optimizer` averages a part of these parameters' gradients."""
+    """Record that `optimizer` averages only parts of these parameters' gradients."""
     watch()
     for parameter in parameters:
         AVERAGED[parameter] = weakref.ref(optimizer)

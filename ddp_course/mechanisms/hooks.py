@@ -1,7 +1,7 @@
 """Autograd hooks of data parallelism, and a walk over autograd's graph.
 
 Hooks refer weakly to the object whose method they call, and are removed with it. A
-parameter knows the objects that average its gradients (`listeners`). Chapter 05.
+parameter lists the objects that average its gradients (`listeners`). Chapter 05.
 """
 
 import weakref
@@ -24,8 +24,8 @@ class Weakly(weakref.ref):
 def on_gradient(parameter: Tensor, method: Callable[..., None], *args: Any) -> Node:
     """Call the bound `method(*args)` whenever autograd has accumulated a gradient.
 
-    It runs after all hooks of the parameter, also those that are registered later. The
-    caller must keep the returned node: the hook is removed with it.
+    The method runs after all hooks of the parameter, also those that are registered
+    later. The caller must keep the returned node: the hook is removed with it.
     """
     node = get_gradient_edge(parameter).node
     while_alive(node.register_hook, method, *args)
@@ -92,7 +92,7 @@ class Averager:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a module returned: lists, dicts, dataclasses, ..."""
+    """Yield the tensors in a module's output: in lists, dicts, dataclasses, ..."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (list, tuple)):

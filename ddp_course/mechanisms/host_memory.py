@@ -1,9 +1,9 @@
-"""The memory of the host: larger than that of the device that computes, and far away.
+"""The memory of the host: larger than the device's memory, and far from the device.
 
 On a GPU a copy between the two is a real one: pinned memory, `non_blocking=True`. On
-the CPU both are the same memory, so a copy is done at once, and a clock for each
-direction says when it would have arrived: `spawn(..., links=Links(host=Link(...)))`.
-Whoever needs the numbers waits for that moment. Chapter 08.
+the CPU both are the same memory, so a copy ends at once, and a clock for each direction
+says when it would have arrived: `spawn(..., links=Links(host=Link(...)))`. Code that
+needs the numbers waits until then. Chapter 08.
 """
 
 import time
@@ -31,7 +31,7 @@ class Lane:
         self.occupy(source.nbytes)
 
     def occupy(self, nbytes: int) -> None:
-        """Count a copy that somebody else has begun, and reserve the time it takes."""
+        """Count a copy that the caller has begun, and reserve the time for it."""
         self.nbytes += nbytes
         begin = max(time.perf_counter(), self.free_at)
         self.free_at = begin + self.link.seconds(nbytes)
@@ -48,8 +48,8 @@ class HostMemory:
         link: the link; None means the one that the rank was launched with.
 
     Attributes:
-        to_device: the lane for what is fetched.
-        to_host: the lane for what is stored.
+        to_device: the lane for copies from the host to the device.
+        to_host: the lane for copies from the device to the host.
     """
 
     def __init__(self, link: Link | None = None) -> None:
@@ -62,7 +62,7 @@ class HostMemory:
         return torch.empty(tensor.shape, dtype=tensor.dtype, **options)
 
     def settle(self) -> None:
-        """Wait until all copies to the CPU have arrived, so that it can use them."""
+        """Wait until all copies to the host have arrived, and the CPU can use them."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         self.to_host.wait()

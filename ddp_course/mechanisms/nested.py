@@ -1,10 +1,10 @@
 """Divide tensors that a subgroup of the same ranks has divided before.
 
 Expert parallelism cuts experts along ep, which is a part of data parallelism; ZeRO then
-cuts each rank's experts along the rest of it. Both together are one division among all
+cuts each rank's experts along the other part. Both together are one division among all
 ranks of data parallelism: a flat piece of a rank's experts is a flat piece of all
-experts, too, as these are stacked along the first dimension. Then norms and states are
-assembled along that one group, as those of any other parameter. Chapter 17.
+experts, too, because experts are stacked along the first dimension. Then norms and
+states are assembled along that one group, as for any other parameter. Chapter 17.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ def within(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
 def groups_around(
     group: dist.ProcessGroup, before: Iterable[dist.ProcessGroup]
 ) -> list[dist.ProcessGroup]:
-    """Return the groups that divide a tensor, without those that `group` contains."""
+    """Return `before` and `group`, without the groups that lie within `group`."""
     return [*(each for each in before if not within(each, group)), group]
 
 
@@ -53,7 +53,7 @@ def place_piece(
 ) -> None:
     """Record how a piece was cut along `group` from a parameter, `like`.
 
-    Joins a division of that parameter along a part of the group, if there was one.
+    If `like` was divided along a part of the group before, both divisions become one.
     """
     place(piece, group, flat, like=like, name=name)
     before = placed(like)

@@ -1,4 +1,4 @@
-"""Parts: objects whose methods a strategy calls at its moments.
+"""Parts: objects whose methods a strategy calls at certain moments.
 
 A strategy has a list of `parts`. At each of its moments, such as "before_forward", it
 calls `announce`, which calls the method of that name of every part that has one, in the

@@ -1,6 +1,6 @@
 """Placements: which rank has which part of which parameter.
 
-A strategy that divides parameters over the ranks of a group records it, once for each:
+A strategy that divides parameters over the ranks of a group records each division:
 
     place(weight, tp_group, Shard(0), name="head.out.weight", shape=(96, 144))
     place(piece, dp_group, Flat(0, 3456), like=weight)
@@ -35,7 +35,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every rank has one of equal parts along dimension `dim`, in rank order."""
+    """Every rank has one of N equal parts along dimension `dim`, in rank order."""
 
     dim: int
 
@@ -82,7 +82,7 @@ class Step:
 
     @property
     def owns(self) -> bool:
-        """Whether this rank owns its part: the first of the ranks that have it does."""
+        """Whether this rank owns its part: it is the first rank that has this part."""
         if isinstance(self.placement, OnRanks):
             return self.rank == self.placement.ranks[0]
         return self.rank == 0 or not isinstance(self.placement, Replicate)
@@ -131,7 +131,7 @@ class Placed:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank owns the numbers: one of the ranks that have them does."""
+        """Whether this rank owns its numbers: exactly one rank that has them does."""
         return all(step.owns for step in self.steps)
 
     @property
@@ -150,8 +150,8 @@ class Placed:
         return f"{self.name} {self.shape}: {'; '.join(map(str, self.steps))}"
 
 
-# All placed tensors that are still alive, for guards that have to find a gradient's
-# parameter. By id, as `==` of tensors compares their elements.
+# id -> placed tensor that is still alive, for guards that have to find a gradient's
+# parameter. (Tensors cannot be keys: their `==` compares elements.)
 PLACED: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
@@ -246,7 +246,7 @@ def total_norm(
             where a rank may have no tensor.
         norm_type: p, above 0; inf is the largest absolute number.
 
-    Like torch.nn.utils.get_total_norm.
+    Like torch.nn.utils.get_total_norm. Raises ValueError unless `norm_type` is above 0.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or inf")

@@ -1,10 +1,10 @@
 """Activation recomputation: store a block's inputs only, and run it again in backward.
 
 A block of a transformer stores some sixteen times its input for backward. `recompute`
-stores only the input, and backward runs the block's forward again: of N blocks only one
-has all its activations at a time. The price is one more forward in a step of three
-(backward costs two). Read first `NaiveRecompute`, then `Recompute`; then `recompute`,
-for arguments and results of any form.
+stores only the input, and backward runs the block's forward again: at any time, only
+one of N blocks has all its activations in memory. A step then costs four forwards
+instead of three (backward costs two). Read first `NaiveRecompute`, then `Recompute`;
+then `recompute`, for arguments and results of any form.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174;
 torch/utils/checkpoint.py, where it is called checkpointing. Explained in chapter 06.
@@ -74,8 +74,8 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         TypeError: `function` cannot be called.
-        RuntimeError: in backward: it used a parameter that is not its own; or
-            create_graph=True.
+        RuntimeError: in backward, if `function` used a parameter that is not its own,
+            or with create_graph=True.
 
     Source: torch/utils/checkpoint.py. Chapter 06.
     """
@@ -102,7 +102,7 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RecomputedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the call without recording; save its tensors, most of them shared."""
+        """Run the call without recording; save its tensors, most of which live on."""
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
@@ -210,7 +210,10 @@ def _with_tensors(
 
 
 class Surroundings:
-    """The state that a result depends on beside arguments: random numbers, autocast."""
+    """The state that a result depends on besides arguments: random numbers, autocast.
+
+    `tensors` are the arguments: the random states of their GPUs are saved.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}

@@ -1,11 +1,11 @@
-"""Parts of an engine by which ranks exchange flags after every averaged pass.
+"""Parts of an engine with which ranks exchange flags after every averaged pass.
 
     Recovery     completes passes that ended in an error, and compares their numbers
     AgreeUnused  finds the parameters for which no rank had a gradient
 
 If a forward or backward raises on one rank, and the program catches it and skips the
 batch, the other ranks wait for the buckets that this rank has not sent; and from then
-on this rank would average another batch than they do. So before the next pass
+on this rank would average another batch than the others. So before the next pass
 `Recovery` sends the missing buckets, and after every averaged pass the ranks compare
 how many of their passes have failed: either all skip a batch, or none. Chapter 05.
 """
@@ -40,7 +40,7 @@ class Recovery:
         self._in_forward = False
 
     def before_forward(self, model: Any) -> None:
-        """Count the last forward as failed if it did not end; end a failed backward."""
+        """Count a forward that did not end as failed; complete a failed backward."""
         self.failed += self._in_forward
         self._in_forward = True
         model.engine.recover()
@@ -52,7 +52,7 @@ class Recovery:
     def backward_broke(self, engine: Any) -> None:
         """Send the buckets of a failed pass: other ranks wait for them.
 
-        Raises CollectiveError, on every rank, if the pass did not fail on all of them.
+        Raises CollectiveError, on every rank, if the pass did not fail on all ranks.
         """
         self.failed += 1
         for bucket in engine.buckets[engine.next :]:
@@ -85,7 +85,7 @@ class AgreeUnused:
 
     A parameter for which no rank had a gradient keeps `grad` None, as in one process,
     so that neither weight decay nor momentum changes it. If only some ranks had a
-    gradient, the others count as zero. Chapters 05 and 07.
+    gradient, the other ranks contribute zeros. Chapters 05 and 07.
 
     `show(flags)` returns one string per rank, with a "1" or "0" for each of its flags
     (`Recovery.show`).

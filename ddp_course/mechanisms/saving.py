@@ -76,18 +76,18 @@ def rename(unfinished: Path, path: Path) -> None:
 
 
 def abandoned(folder: Path) -> list[Path]:
-    """Return unfinished files whose writing process, on this machine, has ended."""
-    return [path for path in folder.glob(f"{WRITING}*") if not _is_written(path)]
+    """Return unfinished files that no other process of this machine is writing."""
+    return [path for path in folder.glob(f"{WRITING}*") if not _in_progress(path)]
 
 
-def _is_written(path: Path) -> bool:
+def _in_progress(path: Path) -> bool:
     pid = path.name.removeprefix(WRITING).partition("-")[0]
     if not pid.isdigit() or int(pid) == os.getpid():
         return False
     try:
         os.kill(int(pid), 0)  # sends no signal; raises if there is no such process
     except OSError as error:
-        return isinstance(error, PermissionError)  # it is another user's
+        return isinstance(error, PermissionError)  # another user's process
     return True
 
 

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of shards, over PyTorch's own operations.
+"""All-gather and reduce-scatter shards, by PyTorch's own operations.
 
 gloo's own reduce-scatter is an all-reduce, which sends twice as many bytes as needed.
 Here each rank sends every other rank that rank's part, and adds the parts that it
@@ -35,7 +35,7 @@ class Followed:
     """A handle of messages that are under way; `wait` also calls `then`.
 
     Args:
-        works: the handles of the messages; None for one that is done.
+        works: the handles of the messages; None for a message that has ended.
         then: uses the received tensors.
     """
 

@@ -37,8 +37,8 @@ class EachRanks:
     """The states of all ranks as one state, for objects that differ between ranks.
 
     `own` is this rank's object: a compressor with its error memory, or the model of a
-    rank that steps alone. Loaded on fewer ranks, the states of the last ranks are lost;
-    on more ranks, some load the same state.
+    rank that steps alone. When fewer ranks load the states, those of the last ranks are
+    lost; when more ranks load them, some ranks load the same state.
     """
 
     def __init__(self, own: HasState) -> None:

@@ -5,11 +5,11 @@
     lane "communication"  a bucket is under way
     lane "wait"           op "wait": backward has ended, the buckets have not
 
-so that `measure.overlap(events, "compute", "communication")` is the communication that
-was hidden. The course's own collectives write their event themselves; the event of a
-PyTorch collective lasts from the call until gloo's thread reports its end. On GPUs the
-host only queues kernels: there, "compute" and "communication" are measured between CUDA
-events (`GpuClock`), which record when a stream reaches them. Chapter 05.
+Then `measure.overlap(events, "compute", "communication")` is the communication time
+that was hidden. The course's own collectives write their events themselves; the event
+of a PyTorch collective lasts from the call until gloo's thread reports its end. On GPUs
+the host only queues kernels: there, "compute" and "communication" are measured between
+CUDA events (`GpuClock`), which record when a stream reaches them. Chapter 05.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Timeline:
         self.since = self.now()
 
     def sent(self, work: Any, nbytes: int, start: Any, **detail: Any) -> None:
-        """Record a collective from `start`, a `now()`, until `work` ends."""
+        """Record a collective from `start`, a result of `now`, until `work` ends."""
         detail = {"nbytes": nbytes, "lane": "communication", **detail}
         if not self.logs or not hasattr(work, "get_future"):
             return  # the course's collectives record their event themselves

@@ -37,7 +37,7 @@ def watch() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise NotElementwiseError if the optimizer would step this rank's part wrongly.
 
-    What every rank has as a whole may be stepped by any optimizer.
+    Any optimizer may step tensors that every rank has as a whole.
     """
     if not PLACED or optimizer in tried:
         return
@@ -49,7 +49,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_cut(way: Placed) -> bool:
-    """Return whether this rank has a part of the tensor; a stage has whole tensors."""
+    """Return whether this rank has only a part of the tensor (not in a pipeline)."""
     several = (step.placement for step in way.steps if step.size > 1)
     return any(isinstance(placement, (Shard, Flat)) for placement in several)
 
@@ -62,8 +62,8 @@ def _try_out(optimizer: Optimizer, group: dict[str, Any], whole_tensors: bool) -
     taken = {name: v for name, v in optimizer.defaults.items() if name in known}
     try:
         kind([{**options, "params": [nn.Parameter(torch.zeros(1, 1))]}], **taken)
-    except Exception as error:  # it needs other arguments
-        if not kind.__module__.startswith("ddp_course."):  # they check this
+    except Exception as error:  # the class needs other arguments
+        if not kind.__module__.startswith("ddp_course."):  # these check themselves
             warnings.warn(
                 f"{kind.__name__} could not be tried out: {error!r}. This rank has a "
                 "part of the model: make sure that it steps each element alone",

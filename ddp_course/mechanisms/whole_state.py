@@ -88,7 +88,7 @@ def names_along(
         dist.all_gather_object(parts, own, group)
         counts = [len(part) for part in parts]
         agreed(lambda counts=counts: _check_counts(counts), *groups)
-        own = [set().union(*those) for those in zip(*parts, strict=True)]
+        own = [set().union(*same) for same in zip(*parts, strict=True)]
     order = list(order)
     return [[name for name in order if name in names] for names in own]
 
@@ -97,7 +97,7 @@ def _names_of(stepped: list[list[Tensor]]) -> list[set[str]]:
     try:
         return [{way_of(p).name for p in params} for params in stepped]
     except ValueError as error:
-        raise ValueError(f"the optimizer steps what it should not: {error}") from None
+        raise ValueError(f"the optimizer steps a foreign tensor: {error}") from None
 
 
 def _check_counts(counts: list[int]) -> None:

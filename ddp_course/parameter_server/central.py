@@ -49,7 +49,7 @@ class ServerGoneError(RuntimeError):
 
 
 class Server:
-    """A server: holds the weights, and steps with the gradients that workers push.
+    """A server that holds the weights, and steps with the gradients of workers.
 
     Args:
         params: the parameters to train, as `model.parameters()`; the same, in the same
@@ -58,8 +58,8 @@ class Server:
         rule: which worker waits for which.
         workers: their ranks in the group; None means all ranks but this one.
         late: workers that the others need not wait for at the beginning.
-        steps: the number of steps after which workers are told to stop. None means one
-            for each gradient that they push.
+        steps: the number of steps after which `Worker.pull` returns False. None means
+            no end: workers leave when they like.
         version: the number of earlier steps, from a checkpoint.
         patience: seconds that a worker may be silent before it counts as lost.
         remedy: a function that corrects a stale gradient (`remedies`).
@@ -90,6 +90,7 @@ class Server:
         self.remedy, self.after_step = remedy, after_step
         self.book = Book(rule, set(self.workers) - set(late), steps, version)
         like = self.row.weights
+        # By worker: the weights that it pulls, its gradient, the time of its last call.
         self.leaving = {worker: torch.empty_like(like) for worker in self.workers}
         self.arrived = {worker: torch.empty_like(like) for worker in self.workers}
         self.heard = dict.fromkeys(self.workers, time.monotonic())
@@ -143,7 +144,10 @@ class Server:
         self.endpoint.send(self.leaving[worker], worker).wait()
 
     def do(self, act: Callable[[int], Any], worker: int) -> Any:
-        """Call `act(worker)` with the lock held; then step, and wake other threads."""
+        """Call `act(worker)` with the lock held; step if the rule allows it; notify.
+
+        Every request of a worker is such an act.
+        """
         with self.changed:
             self.heard[worker] = math.inf  # the worker waits for us: it is not silent
             try:
@@ -161,7 +165,11 @@ class Server:
             return answer
 
     def pull(self, worker: int) -> tuple[int, int, int]:
-        """Wait until this worker may pull; copy the weights for it."""
+        """Wait until this worker may pull; copy the weights for it.
+
+        Returns the answer: PULL, or DONE after the last step; the worker's clock; and
+        the version of the weights.
+        """
         book = self.book
         self.changed.wait_for(lambda: self.error or book.done or book.may_pull(worker))
         if self.error is not None:
@@ -204,7 +212,7 @@ class Server:
         )
 
     def _remove_silent_workers(self) -> None:
-        """Remove workers that have been silent for too long, so that nobody waits."""
+        """Remove workers that were silent for too long, so that nobody awaits them."""
         latest = time.monotonic() - self.patience
         for worker in [*self.book.clock, *self.book.missing]:
             if self.heard[worker] < latest:
@@ -212,7 +220,7 @@ class Server:
 
 
 class Worker:
-    """A worker that computes gradients for a server; a context manager that leaves it.
+    """A worker that computes gradients for a server; at the end of `with` it leaves.
 
         with Worker(model.parameters()) as worker:
             while worker.pull():
@@ -230,9 +238,10 @@ class Worker:
         version: the number of steps in this worker's weights.
         has_weights: whether it has pulled since its last push.
 
-    Raises ValueError if `server` is this rank, or none of the group. `pull` and `push`
-    raise ServerGoneError; `pull` raises ValueError if the server's parameters have
-    other shapes or types, and `push` without a pull before it.
+    Raises ValueError if `server` is this rank, or no rank of the group. `pull` and
+    `push` raise ServerGoneError if the server has ended or does not answer. `pull`
+    raises ValueError if the server's parameters have other shapes or types; `push`
+    raises ValueError without a pull before it.
     """
 
     def __init__(
@@ -267,7 +276,7 @@ class Worker:
         return self.receive_weights()
 
     def receive_weights(self) -> bool:
-        """Receive the answer to a pull."""
+        """Receive the answer to a pull, and the weights; return False if it is DONE."""
         answer = torch.zeros(3, dtype=torch.int64)
         self._wait(self.envelopes.receive(answer, self.server))
         kind, clock, version = answer.tolist()
@@ -307,7 +316,7 @@ class Worker:
         self.ask(LEAVE)
 
     def ask(self, kind: int, count: int = 0) -> None:
-        """Send a request."""
+        """Send a request of this kind; `count` is the number of rows (`RowWorker`)."""
         if kind == PUSH and not self.has_weights:
             raise ValueError(
                 "push without a pull before it: call pull first, which gets the "

@@ -2,8 +2,8 @@
 
 If two ranks change a number at the same time, one of the two changes may be lost. That
 is rare if each step changes only few of many numbers; the paper is about such sparse
-problems. In dense problems more changes are lost, and training still works. It needs
-ranks of one machine.
+problems. In dense problems more changes are lost, and training still works. Hogwild
+needs ranks of one machine.
 
 Source: Recht et al. 2011, arXiv:1106.5730. Chapter 13.
 """

@@ -43,7 +43,7 @@ def serve(
 def work(
     params: Iterable[nn.Parameter], backward: Callable[[int], object], pushes: int
 ) -> None:
-    """Pull, call `backward(k)` and push, `pushes` times; all other ranks call it."""
+    """Pull, call `backward(k)` and push, `pushes` times; ranks 1, 2, ... call it."""
     params = list(params)
     weights = torch.empty_like(parameters_to_vector(params).detach())
     for k in range(pushes + 1):

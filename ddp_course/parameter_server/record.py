@@ -12,9 +12,8 @@ class ServerEvent:
             "leave" or "lost" (a worker that has ended without a message).
         worker: the worker's rank; -1 for a step.
         clock: the number of gradients that the worker had pushed before.
-        version: version of the weights: for a pull, of those that were sent; for a push
-            or drop, of those that the gradient was computed with; for a step, of the
-            new ones.
+        version: the version of the weights; for a push or drop, of the weights that the
+            gradient was computed with; for a step, of the new weights.
         seconds: time since the server was constructed.
         workers: for a step: the workers whose gradients it uses, in order of adding.
     """
@@ -55,8 +54,8 @@ class Record:
     def staleness(self) -> list[int]:
         """Return, for each gradient of each step, the steps since its weights' pull.
 
-        The server's versions count these steps; a worker's clock does not tell the age
-        of its weights.
+        The server's versions count these steps; a worker's clock does not show how old
+        its weights are.
         """
         version, ages = {}, []
         for event in self.events:

@@ -1,8 +1,8 @@
 """Remedies: functions that correct a stale gradient before the server steps with it.
 
-A remedy is called as `remedy(gradient, staleness, now, then)`, with the present weights
-and those that the gradient was computed with. It returns the corrected gradient.
-Chapter 13.
+A remedy is called as `remedy(gradient, staleness, now, then)`: `now` are the present
+weights, `then` those that the gradient was computed with. It returns the corrected
+gradient. Chapter 13.
 """
 
 from dataclasses import dataclass

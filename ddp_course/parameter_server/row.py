@@ -1,4 +1,4 @@
-"""Parameters side by side: a message has one tensor, not one for each parameter.
+"""Parameters side by side, so that a message is one tensor, not one per parameter.
 
 Chapter 13.
 """
@@ -21,8 +21,8 @@ class ParameterRow:
 
     Each parameter, and its gradient, becomes a view of its part of the row. Frozen
     parameters stay outside, and a tied one has one place. `multiple_of` pads the row
-    with zeros. Raises ValueError for parameters of several types, not on the CPU, or
-    none at all, and for anything else, such as a module.
+    with zeros. Raises ValueError if `params` has no trained parameter, has parameters
+    of several types or on a GPU, or has other objects, such as a module.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], multiple_of: int = 1) -> None:
@@ -36,7 +36,7 @@ class ParameterRow:
         if len(kinds := {(p.dtype, p.device.type) for p in params}) != 1:
             raise ValueError(
                 f"params are of {len(kinds)} kinds: {kinds or 'none'}; they must have "
-                "one type, on one device, and one at least must be trained"
+                "one type, on one device, and at least one must be trained"
             )
         if {kind for _, kind in kinds} != {"cpu"}:
             raise ValueError(
@@ -79,7 +79,7 @@ class ParameterRow:
         return parts
 
     def clear(self) -> None:
-        """Set the gradient to zero."""
+        """Set the gradients to zero; each parameter's `grad` is its view again."""
         self.gradient.zero_()
         for parameter, view in self.views.items():
             parameter.grad = view

@@ -2,8 +2,8 @@
 
 A batch of a recommender looks up a few thousand of many million rows. All other rows
 have no gradient, and need not be pulled either. For n rows of D numbers the worker
-sends n indices (8 bytes each), receives n D numbers and sends n D back. It never has
-the whole table, and the table's length does not matter. Parameter servers are still
+sends n indices (8 bytes each), receives n D numbers and sends n D back. A worker never
+has the whole table, and the table's length does not matter. Parameter servers are still
 used for this: an all-reduce of the table would send mostly zeros. Li et al. 2014,
 section 3.1. Chapter 13.
 """
@@ -33,7 +33,7 @@ class RowServer(Server):
         super().__init__([table], optimizer, **options)
         self.table = table
         self.form = digest((table.shape[1], str(table.dtype)))
-        # worker -> rows on their way to it; worker -> gradients of rows, from it
+        # worker -> the rows that it pulls; worker -> its gradients of these rows
         self.leaving, self.arrived = {}, {}
         self.requested: dict[int, Tensor] = {}  # worker -> indices that it asks for
         self.pulled: dict[int, Tensor] = {}  # worker -> indices of the rows that it has

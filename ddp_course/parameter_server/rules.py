@@ -12,9 +12,10 @@ in when the worker may pull again, and in which gradients make a step:
 
 The *version* of the weights counts steps, the *clock* of a worker counts its gradients.
 The *staleness* of a gradient is the number of steps between its pull and its own step.
-With bounded(s) a worker at clock c has all gradients of clocks below c - s, as in the
-paper, and none of clock c + s or later. So bounded(0) differs from synchronous only in
-that the gradients of a clock make one small step each instead of a large one together.
+With bounded(s) the weights of a worker at clock c have all gradients of clocks below
+c - s, as in the paper, and none of clock c + s or later. So bounded(0) differs from
+SYNCHRONOUS only in that the gradients of a clock make one small step each instead of a
+large one together.
 
 Sources: Dean et al. 2012, "Large Scale Distributed Deep Networks" (asynchronous); Ho
 et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
@@ -120,7 +121,10 @@ class Book:
         return [worker for worker in self.waiting if self._is_in_bound(worker)][:1]
 
     def _is_in_bound(self, worker: int) -> bool:
-        """Return whether no worker that is too far behind can pull this gradient."""
+        """Return whether a step may use this worker's gradient.
+
+        A worker that is `bound` clocks behind the gradient must not pull the result.
+        """
         oldest = self.waiting[worker] - self.rule.bound
         return all(self.pulled[other] > oldest for other in self.clock)
 

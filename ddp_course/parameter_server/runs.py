@@ -69,13 +69,13 @@ def simulate_run(rule: Rule, seconds: Sequence[float], steps: int) -> Record:
     """Return the record of a simulated run, in which messages take no time.
 
     `seconds[k]` is the time that worker k + 1 needs for a gradient (rank 0 serves); the
-    record ends with the last of `steps` steps. It can be replayed, too. Raises
-    ValueError for no worker, no step or a time that is not above 0. Chapter 13.
+    record ends with the last of `steps` steps, and can be replayed. Raises ValueError
+    for no worker, no step or a time that is not above 0. Chapter 13.
     """
     if not seconds or min(seconds) <= 0 or steps < 1:
         raise ValueError(
-            f"seconds is {seconds!r} and steps is {steps}; seconds must be above 0, "
-            "of one worker or more, and steps 1 or more"
+            f"seconds is {seconds!r} and steps is {steps}; seconds must have a number "
+            "above 0 for each worker, of one worker or more, and steps 1 or more"
         )
     now, workers = 0.0, range(1, len(seconds) + 1)
     book = Book(rule, workers, steps, now=lambda: now)

@@ -1,13 +1,13 @@
 """A server on every rank: each rank serves 1/N of the weights, and is a worker, too.
 
 The link of a single server carries 2 N S bytes for one gradient of each of N workers,
-where S are the bytes of the weights. If the row of weights is cut into N equal shards,
-and each rank serves one, then each rank sends
+where S is the size of the weights in bytes. If the row of weights is cut into N equal
+shards, and each rank serves one shard, then each rank sends
 
     (N - 1) / N S   gradients, to the servers of the other shards
-    (N - 1) / N S   weights, of its own shard to the others
+    (N - 1) / N S   weights of its own shard, to the other ranks
 
-which is what ZeRO-1 sends: pushing is a reduce-scatter, pulling an all-gather. The
+ZeRO-1 sends the same: pushing is a reduce-scatter, pulling an all-gather. The
 difference is who waits: here, a rule decides. With a rule other than SYNCHRONOUS the
 shards that a worker pulls may have different versions.
 
@@ -49,14 +49,16 @@ class ShardedServer:
     Args:
         params: the parameters to train, of the same shapes on all ranks. Each shard
             begins with the values of the rank that serves it.
-        optimizer_class: any that steps each element by itself (`elementwise`).
+        optimizer_class: any optimizer that steps each element by itself
+            (`elementwise`).
         rule: which worker waits for which, at every server.
         group: the ranks; None means all.
         more: arguments of `Server`: patience, remedy, after_step.
         **defaults: arguments of `optimizer_class`.
 
-    Raises NotElementwiseError, and ReplicaError, on all ranks, if the parameters'
-    shapes differ. `pull` and `push` raise ServerGoneError.
+    Raises NotElementwiseError if the optimizer uses whole tensors, and ReplicaError, on
+    all ranks, if the parameters' shapes differ. `pull` and `push` raise ServerGoneError
+    if a server has ended or does not answer.
     """
 
     def __init__(

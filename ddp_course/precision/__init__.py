@@ -5,7 +5,7 @@
     autocast     a table of the operations that may compute in 16 bits
     scaler       loss scaling, for gradients that are too small for float16
     master       16-bit parameters, and float32 copies that an optimizer steps
-    naive        the last three with PyTorch alone: read it first
+    naive        autocast, scaler and master with PyTorch alone: read it first
 
 Chapter 12.
 """

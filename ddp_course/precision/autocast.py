@@ -12,7 +12,7 @@ since autograd differentiates the cast like any other operation. The table for G
 longer, since some kernels there do not use float32 inside as the CPU's do.
 
 This class is a TorchFunctionMode, which intercepts the functions that a program calls.
-PyTorch's own casts one level below, in its dispatcher:
+PyTorch's own autocast works one level below, in the dispatcher:
 aten/src/ATen/autocast_mode.h. Chapter 12.
 """
 
@@ -60,12 +60,13 @@ class Autocast(TorchFunctionMode):
 
     Args:
         dtype: torch.bfloat16 or torch.float16, for the operations in LOWER.
-        enabled: False for a block, within another, in which nothing is cast.
+        enabled: False for an inner block in which nothing is cast.
 
     A parameter is cast once, however often it is used, and the result is cached until
-    the end of the block; so do not change parameters in it. Raises ValueError for
-    another type. Does what torch.autocast does, except that torch.utils.checkpoint
-    raises in the block: it would recompute outside of it. `mechanisms.recompute` works.
+    the end of the block; so do not change parameters in the block. Raises ValueError
+    for another type. Does what torch.autocast does, except that torch.utils.checkpoint
+    raises in the block, because it would recompute outside of the block.
+    `mechanisms.recompute` works.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Autocast(TorchFunctionMode):
 @functools.cache
 def _watch_checkpoint() -> None:
     """Patch torch.utils.checkpoint so that it raises RuntimeError in a block."""
-    name = "_get_autocast_kwargs"  # with which checkpoint reads torch.autocast's state
+    name = "_get_autocast_kwargs"  # reads torch.autocast's state for checkpoint
     inner = getattr(checkpoint, name, None)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@
     E all 1  inf (F = 0) or nan; e4m3fn has normal numbers there, and nan if F is all 1
 
 So numbers with the same exponent are equally spaced, and the spacing doubles with every
-power of two. More exponent bits give a larger range, more fraction bits less spacing.
+power of two. More exponent bits give a larger range, more fraction bits finer spacing.
 
 IEEE 754-2019, section 3; for 8 bits Micikevicius et al. 2022, "FP8 Formats for Deep
 Learning", table 1. torch.finfo has the same numbers for PyTorch's types. Chapter 12.
@@ -81,7 +81,7 @@ class Format:
         number, as in PyTorch 2.13 (2.12 returns nan; hardware can do either).
         """
         step = self.spacing(x)
-        rounded = torch.round(x.double() / step) * step  # to even
+        rounded = torch.round(x.double() / step) * step  # ties to even
         beyond = torch.inf if self.has_inf else self.max
         return torch.where(
             rounded.abs() > self.max, x.double().sign() * beyond, rounded

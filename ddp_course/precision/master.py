@@ -41,7 +41,7 @@ class MasterWeights(Optimizer):
     begins with the changed numbers.
 
     A `GradScaler` unscales the gradients of the copies, in float32. Afterwards, clip
-    those with `clip_grad_norm_` of this optimizer, not the parameters' gradients:
+    these gradients with the optimizer's own method, not the parameters' gradients:
 
         scaler.unscale_(optimizer)
         optimizer.clip_grad_norm_(1.0)
@@ -108,10 +108,10 @@ class MasterWeights(Optimizer):
         gradients = (p.grad for group in self.param_groups for p in group["params"])
         return [None if g is None else (g, g._version) for g in gradients]
 
-    def _check_gradients(self) -> None:
+    def _ensure_copied(self) -> None:
         """Copy the gradients, unless they were copied already.
 
-        Raises RuntimeError if they were changed since then; usually, by clipping.
+        Raises RuntimeError if gradients were changed since then; usually, by clipping.
         """
         if self.copied is None:
             self.copy_gradients()
@@ -152,7 +152,7 @@ class MasterWeights(Optimizer):
         for group, inner in self._groups():
             # A scheduler may have changed the learning rate in the outer groups.
             inner.update({k: v for k, v in group.items() if k != "params"})
-        self._check_gradients()
+        self._ensure_copied()
         self._copy_changes()
         self.optim.step()
         for group, inner in self._groups():
@@ -188,7 +188,7 @@ class MasterWeights(Optimizer):
                         copy.copy_(value)
                         parameter.copy_(value)
                 else:
-                    like = getattr(value, "shape", None) == copy.shape  # no step count
+                    like = getattr(value, "shape", None) == copy.shape  # not "step"
                     own = value.to(copy.device, copy=True) if like else deepcopy(value)
                     self.optim.state[copy][name] = own
             self.state[parameter] = {MASTER: copy, **self.optim.state[copy]}

@@ -37,7 +37,10 @@ class NaiveMasterWeights:
 
 
 class NaiveGradScaler:
-    """A loss scale S: multiplies the loss, and skips steps with inf or nan."""
+    """A scaler that multiplies the loss by S, and skips steps with inf or nan.
+
+    S is `factor` at first; it doubles after `interval` steps without inf or nan.
+    """
 
     def __init__(self, factor: float = 2.0**16, interval: int = 2000) -> None:
         self.factor, self.interval, self.clean_steps = factor, interval, 0

@@ -1,8 +1,9 @@
 """The damage of rounding: updates that are lost, and sums that depend on the order.
 
-A weight w and an update u are numbers of a format; w + u is rounded to it again. If u
-is less than half of the distance to the next number, the sum is w: the update is lost,
-and so is every later one. There are three cures; the first two keep the lost part:
+A weight w and an update u are numbers of a format; w + u is rounded to that format. If
+u is less than half of the distance to the next number, the sum is w: the update is
+lost, and so is every later update of this size. There are three cures; the first two
+keep the lost part:
 
     a master copy     add in more bits, and round a copy          4 bytes a parameter
     compensation      store the lost part, and add it to the      2 bytes a parameter
@@ -46,11 +47,12 @@ def kahan_add_(total: Tensor, compensation: Tensor, value: Tensor) -> Tensor:
 def stochastic_round(
     x: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Round float32 `x` to one of its two neighbours in `dtype`: its mean is `x`.
+    """Round float32 `x` to one of its two neighbours in `dtype`; the mean is `x`.
 
     The nearer `x` is to the upper neighbour, the more probably it is rounded up.
-    `dtype` must be torch.bfloat16: its bits are the upper half of float32's, so that
-    one adds 16 random bits and cuts off the lower half. Raises ValueError for another.
+    `dtype` must be torch.bfloat16: its bits are the upper half of float32's, so it
+    suffices to add 16 random bits and cut off the lower half. Raises ValueError for
+    other types.
     """
     if dtype is not torch.bfloat16 or x.dtype is not torch.float32:
         raise ValueError(
@@ -74,12 +76,12 @@ def sum_in_order(
         values: (N, n), a row for each rank.
         order: "one by one" adds ranks 0, 1, 2, ..., as a naive all-reduce does. "ring"
             does the same, but starts chunk k of n/N elements with rank k + 1, as
-            `collectives.ring`. "tree" adds pairs, then pairs of sums, and so on.
+            `collectives.ring` does. "tree" adds pairs, then pairs of sums, and so on.
 
     The result is (n,), of `dtype`. Its error, relative to the sum of all |values|, is
-    at most about (N - 1) eps/2 one by one and in a ring, and ceil(log2 N) eps/2 in a
-    tree; with random signs it is about the root of that. Raises ValueError for another
-    order.
+    at most about m eps/2: m is N - 1 one by one and in a ring, and ceil(log2 N) in a
+    tree. If rounding errors have random signs, sqrt(m) takes the place of m. Raises
+    ValueError for another order.
     """
     check_choice("order", order, ORDERS)
     if order == "ring":

@@ -6,12 +6,12 @@ So
 
     scale      multiply the loss by S, then run backward
     unscale    divide the gradients by S, in float32; check for inf and nan
-    step       only if there is none
-    update     after an inf or nan, S was too large: halve it; after many steps without,
-               try a larger one: double it
+    step       only if no gradient has inf or nan
+    update     after an inf or nan, S was too large: halve it; after many steps without
+               inf or nan, try a larger S: double it
 
 *All* ranks that have parts of the model must decide together whether to step. If each
-decided on its own, the rank with the inf would skip the step, and the others would not.
+rank decided alone, the rank with the inf would skip the step, and the others would not.
 
 Micikevicius et al. 2018, "Mixed Precision Training", section 3.2;
 torch/amp/grad_scaler.py. bfloat16 has the range of float32, and needs no loss scaling.
@@ -29,7 +29,7 @@ from ddp_course.mechanisms.guards import seen_by_all
 
 
 class GradScaler:
-    """A loss scale S: multiplies the loss, and skips steps with inf or nan.
+    """A scaler that multiplies the loss by S, and skips steps with inf or nan.
 
         scaler = GradScaler()
         scaler.scale(loss).backward()
@@ -41,7 +41,7 @@ class GradScaler:
     (The gradients of `MasterWeights` are clipped by its own `clip_grad_norm_`.)
 
     Args:
-        init_scale: S at first.
+        init_scale: the first S.
         growth_factor, backoff_factor: the factors by which S grows and shrinks.
         growth_interval: S grows after this many steps in a row without inf or nan.
         enabled: False for a scaler that does nothing, for other precisions.
@@ -85,7 +85,7 @@ class GradScaler:
         return type(outputs)(map(self.scale, outputs))
 
     def get_scale(self) -> float:
-        """Return S; 1.0 if this is not enabled."""
+        """Return S; 1.0 if the scaler is not enabled."""
         return self.factor
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class GradScaler:
         self.skipped.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return S and its settings in PyTorch's format; {} if this is not enabled."""
+        """Return S and its settings in PyTorch's format; {} if not enabled."""
         if not self.enabled:
             return {}
         return {

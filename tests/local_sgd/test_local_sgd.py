@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_in_words(ranks):
         warmup, foreign, every, lr = result["refused"]
         assert "so the module must be a DistributedDataParallel" in warmup
         assert "it is a Sequential: wrap it, or leave warmup out" in warmup
-        assert "has a parameter that is none of the module's" in foreign
+        assert "has a parameter that is not in the module" in foreign
         assert "every is 2 on ranks 0, 1, 2, 3 on rank 3" in every
         assert "lr is 0.5 on ranks 0, 1, 2, 1.5 on rank 3" in lr
     model = cases.plain()

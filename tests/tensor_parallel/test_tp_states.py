@@ -216,7 +216,7 @@ def refusals() -> list[str]:
         "T is 5, which 2 ranks cannot share equally; with sequence_parallel it",
         "the state_dict has no head.norm.weight, head.norm.bias, head.out.weight",
         "the state_dict has head.out.weight as [2]; it must be [24, 24]",
-        "a tensor of shape [3] is no part of this model; take its parameters()",
+        "a tensor of shape [3] is no part of this model; use the model's parameters()",
         "Adafactor, which cannot step parts of a tensor",
         "only states of the parameter's own shape",
         "this is no state_dict of an optimizer",
