@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -63,6 +63,7 @@ LINKS = (
         1,
         "layer 0 is next from 7 on, then layer 1 to its end",
     ),
+    ([3_000_000_001, 0], [2, 3_000_000_005], 10**9, "layer 0 is ready after 3 seconds"),
 )
 
 
@@ -79,16 +80,17 @@ def check_my_priority(answer: Answer) -> str:
     why = because(LINKS, "the first ready layer is sent, piece by piece")
     hints = {"fits": why, "right": why}
     same_as(answer, solutions.my_priority, _link, cases=120, hints=hints)
-    return "120 links of up to 13 layers, ready in any order, and no byte sent twice"
+    return "120 links of up to 300 layers, ready in any order, and no byte sent twice"
 
 
 def _link(d: Draw) -> tuple[list[int], list[int], int]:
     if d.case < len(LINKS):
         ready, send, piece, _ = LINKS[d.case]
-        return [*ready], [*send], piece
+        back = -1 if d.number != d.case else 1  # again, with the layers reversed
+        return [*ready[::back]], [*send[::back]], piece
     # Three cases have the same `ready`, and two of them also the same `send`.
     order, sizes = Draw(d.case // 3).same, Draw(999 + (d.case + 1) // 3).same
-    layers = order.randint(1, 13)
+    layers = 300 if d.case == 50 else order.randint(1, 13)
     ready = [order.randint(0, 30) for _ in range(layers)]
     if d.case % 9 > 2:  # rising, falling, mixed
         ready.sort(reverse=d.case % 9 < 6)
@@ -109,7 +111,7 @@ STEPS = (
      "sends 0 and 1, forward from it on"),
     ([2, 3], [4, 5], [0, 0], "without anything to send, it is what is computed"),
     ([5, 5], [9, 9], [1, 1], "layer 1's send is hidden, and layer 0's is not"),
-    ([20_000_001, 9], [2, 2], [3, 3], "times in nanoseconds are as exact as others"),
+    ([20_000_000_001, 9], [2, 2], [3, 3], "20 seconds are as exact as other times"),
 )  # fmt: skip
 
 
@@ -126,25 +128,34 @@ def check_my_least_time(answer: Answer) -> str:
     why = because(STEPS, "the longest of all layers' paths counts")
     hints = {"fits": why, "right": why}
     same_as(answer, solutions.my_least_time, _step, cases=120, hints=hints)
-    return "120 models of up to 12 layers"
+    return "120 models of up to 300 layers"
 
 
 def _step(d: Draw) -> tuple[list[int], ...]:
     if d.case < len(STEPS):
-        return tuple([*times] for times in STEPS[d.case][:3])
+        back = -1 if d.number != d.case else 1  # again, with the layers reversed
+        return tuple([*times[::back]] for times in STEPS[d.case][:3])
     # Every second model differs from the one before in its forward alone.
     shared, scale = Draw(d.case // 2).same, 1 if d.case % 4 < 2 else 1009
-    layers = shared.randint(1, 12)
-    return tuple(
+    layers = 300 if d.case == 60 else shared.randint(1, 12)
+    forward, backward, send = (
         [scale * source.randint(0, most) for _ in range(layers)]
         for source, most in ((d.same, 5), (shared, 6), (shared, 9))
     )
+    if d.case == 60:  # the longest path is that of a layer in the middle
+        forward.sort()
+        backward.sort()
+        send.sort(reverse=True)
+    return forward, backward, send
 
 
 # ---- my_late_steps -------------------------------------------------------------------
 
-SIZES = (3, 2, 2, 3)  # widths: inputs and outputs of neighbouring layers
-FROZEN, UNUSED = "2.inner.bias", "1.scale"  # these two have no gradient
+SIZES = (3, 2, 2, 3, 2)  # widths: inputs and outputs of neighbouring layers
+FROZEN = "2.inner.bias"
+# Parameters without gradients in two steps: a frozen bias, and some that are unused.
+WITHOUT = (FROZEN, "1.scale", "3."), (FROZEN, "1.inner.weight")
+STRIDED, ZERO = "0.inner.weight", "0.scale"  # gradients: not contiguous, and 0
 OPTIMIZERS = {  # optimizers with a step that depends on more than the gradient
     "SGD with momentum": lambda ps: torch.optim.SGD(ps, lr=0.25, momentum=0.5),
     "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.125),
@@ -157,7 +168,8 @@ class _Watched(nn.Module):
     def __init__(self, number: int, log: list[Any]) -> None:
         super().__init__()
         self.number, self.log = number, log
-        self.scale = nn.Parameter(torch.ones(SIZES[number + 1]))
+        shape = [SIZES[number + 1]] if number else []
+        self.scale = nn.Parameter(torch.ones(shape))
         self.inner = nn.Linear(SIZES[number], SIZES[number + 1])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,10 +185,7 @@ def _numbers(name: str, like: Tensor, rank: int) -> Tensor:
 
 
 def _trained(optimizer: Callable[[Any], Any], rank: int = 0) -> SimpleNamespace:
-    """Return layers after backward, their optimizers, and a log.
-
-    The bias of layer 2 is frozen, and nothing has used the scale of layer 1.
-    """
+    """Return layers after backward, their optimizers, and a log."""
     log: list[Any] = []
     layers = [_Watched(number, log) for number in range(len(SIZES) - 1)]
     named = {
@@ -186,22 +195,41 @@ def _trained(optimizer: Callable[[Any], Any], rank: int = 0) -> SimpleNamespace:
     }
     for name, parameter in named.items():
         parameter.data = _numbers(name, parameter, 0)
-        if name == FROZEN:
-            parameter.requires_grad_(False)
-        elif name != UNUSED:
-            parameter.grad = _numbers(f"gradient {name}", parameter, rank)
     optimizers = [optimizer(layer.parameters()) for layer in layers]
-    return SimpleNamespace(layers=layers, optimizers=optimizers, named=named, log=log)
+    trained = SimpleNamespace(layers=layers, optimizers=optimizers, named=named)
+    trained.log = log
+    _go_backward(trained, 0, rank)
+    return trained
 
 
-def _right(optimizer: Callable[[Any], Any], means: dict[str, Tensor]) -> dict:
-    """Return the parameters after one step of each layer with the mean gradients."""
-    trained = _trained(optimizer)
-    for name, mean in means.items():
-        trained.named[name].grad = mean
-    for each in trained.optimizers:
-        each.step()
-    return {name: parameter.detach() for name, parameter in trained.named.items()}
+def _go_backward(trained: SimpleNamespace, step: int, rank: int) -> None:
+    """Set the gradients of a step, but for the parameters in WITHOUT."""
+    for name, parameter in trained.named.items():
+        parameter.requires_grad_(name != FROZEN)
+        parameter.grad = None
+        if not name.startswith(WITHOUT[step]):
+            parameter.grad = _gradient(name, parameter, step, rank)
+
+
+def _gradient(name: str, like: Tensor, step: int, rank: int) -> Tensor:
+    gradient = _numbers(f"gradient {name} {step}", like, rank)
+    if name == ZERO:
+        gradient.zero_()
+    return gradient.T.contiguous().T if name == STRIDED else gradient
+
+
+def _present(trained: SimpleNamespace) -> dict[str, Tensor]:
+    """Return the gradients that exist, by the names of their parameters."""
+    return {n: p.grad for n, p in trained.named.items() if p.grad is not None}
+
+
+def _take_step(trained: SimpleNamespace, means: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Step each layer with the mean gradients; return the parameters."""
+    for name, parameter in trained.named.items():
+        parameter.grad = means[name].clone() if name in means else None
+    for optimizer in trained.optimizers:
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in trained.named.items()}
 
 
 class _Handle:
@@ -228,8 +256,15 @@ def check_my_late_steps(answer: Answer) -> str:
     this layer's optimizer step. A function that is called in the loop keeps each
     layer's handles apart.
     """
-    for kind, optimizer in OPTIMIZERS.items():
-        _judge_alone(answer, kind, optimizer)
+    for first, second in (OPTIMIZERS, reversed(OPTIMIZERS)):
+        trained, twin = (_trained(OPTIMIZERS[first]) for _ in range(2))
+        _judge_alone(answer, trained, twin, first, 0)
+        for one in (trained, twin):  # the second call gets other gradients, and these:
+            one.optimizers = [OPTIMIZERS[second](x.parameters()) for x in one.layers]
+            _go_backward(one, 1, 0)
+            nn.Sequential(*one.layers).eval()
+        _judge_alone(answer, trained, twin, second, 1)
+        _judge_hooks(trained.layers)
     judge_ranks(REAL, _use, answer, worlds=(2, 3))
     return (
         "gradients are sent once, the first layer's first; each layer waits for its "
@@ -237,14 +272,21 @@ def check_my_late_steps(answer: Answer) -> str:
     )
 
 
-def _judge_alone(answer: Answer, kind: str, optimizer: Callable[[Any], Any]) -> None:
+def _judge_alone(
+    answer: Answer,
+    trained: SimpleNamespace,
+    twin: SimpleNamespace,
+    kind: str,
+    step: int,
+) -> None:
     """Run the answer and then the layers in this process, and judge each event."""
-    trained = _trained(optimizer)
+    trained.log.clear()
     before = {name: p.detach().clone() for name, p in trained.named.items()}
-    gradients = {n: p.grad for n, p in trained.named.items() if p.grad is not None}
+    gradients = _present(trained)
     names = {gradient.data_ptr(): name for name, gradient in gradients.items()}
-    means = {n: _numbers(f"mean {n}", g, 0) for n, g in gradients.items()}
-    after = _right(optimizer, means)
+    means = {n: _numbers(f"mean {n} {step}", g, 0) for n, g in gradients.items()}
+    after = _take_step(twin, means)
+    call = ", in the second call" * step
 
     def send(tensor: Tensor) -> _Handle:
         if tensor is None:
@@ -259,19 +301,46 @@ def _judge_alone(answer: Answer, kind: str, optimizer: Callable[[Any], Any]) -> 
     def judge_values(last: int, when: str) -> None:
         stepped = [name for name in after if int(name[0]) <= last]
         right = before | {name: after[name] for name in stepped}
-        _judge_values(trained, right, stepped, f"With {kind}, when {when}")
+        _judge_values(trained, right, stepped, f"With {kind}{call}, when {when}")
 
     answer(trained.layers, trained.optimizers, send)
     _judge_sent(trained.log, sorted(gradients))
     judge_values(-1, "your function returned")
-    x = torch.ones(1, SIZES[0])
+    x = first = torch.ones(1, SIZES[0], requires_grad=True)
     for number, layer in enumerate(trained.layers):
         begin = len(trained.log)
         x = Answer(answer.name, layer)(x)
         _judge_waits(trained.log[begin:], number, gradients)
         judge_values(number, f"layer {number} ran")
+    _judge_kept(trained, means)
+    slope = torch.autograd.grad(x.sum(), first, allow_unused=True)[0]
+    expect(slope is not None, "After your hooks, backward does not reach the input.")
     trained.layers[0](torch.ones(1, SIZES[0]))
     judge_values(len(SIZES), "layer 0 ran a second time")
+
+
+def _judge_kept(trained: SimpleNamespace, means: dict[str, Tensor]) -> None:
+    """Expect mean gradients after all layers have run."""
+    changed = [
+        name
+        for name, mean in means.items()
+        if not equal_values(trained.named[name].grad, mean)
+    ]
+    expect(
+        not changed,
+        f"After a forward, the gradients of {', '.join(changed)} are not the means any "
+        "more; only the parameters change.",
+    )
+
+
+def _judge_hooks(layers: Sequence[_Watched]) -> None:
+    """Expect that no hooks are left."""
+    left = [x.number for x in layers if x._forward_pre_hooks or x._forward_hooks]
+    expect(
+        not left,
+        f"After a forward, layers {left} still have your hook: each call would add "
+        "one more. A hook that has done its work removes itself.",
+    )
 
 
 def _judge_sent(log: Sequence[str], wanted: Sequence[str]) -> None:
@@ -331,31 +400,28 @@ REAL = {"right": "{why}"}
 def _use(my_late_steps: Callable) -> dict[str, Any]:
     """Run the answer with this rank's own gradients and real all-reduces."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    optimizer = OPTIMIZERS["AdamW"]
-    trained = _trained(optimizer, rank)
-    means = {
-        name: sum(_numbers(f"gradient {name}", p, r) for r in range(n)) / n
-        for name, p in trained.named.items()
-        if p.grad is not None
-    }
-    right = _right(optimizer, means)
+    trained, twin = (_trained(OPTIMIZERS["SGD with momentum"], rank) for _ in range(2))
 
     def send(tensor: Tensor) -> Any:
         tensor /= n
         return dist.all_reduce(tensor, async_op=True)
 
-    my_late_steps(trained.layers, trained.optimizers, send)
-    nn.Sequential(*trained.layers)(torch.ones(1, SIZES[0]))
-    try:
-        _judge_values(trained, right, list(right), "after a forward")
-        after = {name: p.detach().clone() for name, p in trained.named.items()}
+    for step in range(2):
+        _go_backward(trained, step, rank)
+        means = {
+            name: sum(_gradient(name, p, step, r) for r in range(n)) / n
+            for name, p in trained.named.items()
+            if p.grad is not None
+        }
+        right = _take_step(twin, means)
         my_late_steps(trained.layers, trained.optimizers, send)
         nn.Sequential(*trained.layers)(torch.ones(1, SIZES[0]))
-    except Hint as wrong:
-        return {"right": False, "why": str(wrong)}
-    same = [n for n in means if torch.equal(trained.named[n].detach(), after[n])]
-    why = f"has the same {', '.join(same)} after a second backward and forward."
-    return {"right": not same, "why": why}
+        try:
+            when = "after a forward" if not step else "after a second step"
+            _judge_values(trained, right, list(right), when)
+        except Hint as wrong:
+            return {"right": False, "why": str(wrong)}
+    return {"right": True, "why": ""}
 
 
 # ---- my_carry ------------------------------------------------------------------------
@@ -370,6 +436,7 @@ CARRIED = {
     "from ours.",
     "read": "read nothing from the folder: load by `dcp.load` what was saved.",
     "kept": "changed our model.",
+    "alike": "changed more than weights: {more} of a model.",
     "small": "left {nbytes:,} bytes in the folder; the weights have {least:,}.",
 }
 
@@ -387,19 +454,27 @@ def check_my_carry(answer: Answer) -> str:
     """
     for ranks in (2, 3):
         with TemporaryDirectory() as folder:
-            judge_ranks(CARRIED, _carried, answer, folder, worlds=(ranks,))
+            judge_ranks(CARRIED, _both_carried, answer, folder, worlds=(ranks,))
     return "carried by files between two and three ranks, to the last bit"
 
 
-SMALL = GPTConfig(20, 8, n_layer=2, n_head=2, d_model=48)
+def _both_carried(my_carry: Callable, folder: str) -> Iterator[dict[str, Any]]:
+    """Run the answer with two GPTs, one after the other."""
+    for layers, case in ((1, "a GPT of one layer"), (3, "one of three layers")):
+        Path(folder, str(layers)).mkdir(exist_ok=True)
+        config = GPTConfig(20, 8, n_layer=layers, n_head=2, d_model=48)
+        yield {"case": case} | _carried(my_carry, config, f"{folder}/{layers}")
 
 
-def _carried(my_carry: Callable, folder: str) -> dict[str, Any]:
+def _carried(my_carry: Callable, config: GPTConfig, folder: str) -> dict[str, Any]:
     """Run the answer with a small GPT on this rank, and compare the weights."""
-    ours, theirs = FullyShardedDataParallel(build_gpt(SMALL, 1)), build_gpt(SMALL, 2)
+    seed = config.n_layer
+    ours = FullyShardedDataParallel(build_gpt(config, seed))
+    theirs = build_gpt(config, 7).eval()
     for module in (*theirs.blocks, theirs):
         fully_shard(module)
     before = {name: t.clone() for name, t in ours.full_state_dict().items()}
+    modes = _modes(ours), _modes(theirs)
     reads, read_data = [], dcp.FileSystemReader.read_data
 
     def recorded(reader: dcp.FileSystemReader, *args: Any) -> Any:
@@ -410,7 +485,7 @@ def _carried(my_carry: Callable, folder: str) -> dict[str, Any]:
         my_carry(ours, theirs, folder)
     readers = torch.tensor(len(reads))
     dist.all_reduce(readers)  # one rank may read for all
-    loaded, problem = build_gpt(SMALL, 3).state_dict(), ""
+    loaded, problem = build_gpt(config, 8).state_dict(), ""
     try:
         dcp.load(loaded, checkpoint_id=folder, no_dist=True)
     except (CheckpointException, ValueError, RuntimeError) as error:
@@ -418,7 +493,7 @@ def _carried(my_carry: Callable, folder: str) -> dict[str, Any]:
     after = dict(theirs.named_parameters())
     sharded = all(isinstance(tensor, DTensor) for tensor in after.values())
     whole = {n: t.full_tensor() if sharded else t for n, t in after.items()}
-    nbytes = sum(file.stat().st_size for file in Path(folder).glob("*.distcp"))
+    nbytes = sum(file.stat().st_size for file in Path(folder).rglob("*.distcp"))
     least = sum(tensor.nbytes for tensor in before.values())
     now = ours.full_state_dict()
     wrong, off, changed = (
@@ -436,7 +511,15 @@ def _carried(my_carry: Callable, folder: str) -> dict[str, Any]:
         "all": len(before),
         "read": readers.item() > 0,
         "kept": not changed,
+        "alike": (_modes(ours), _modes(theirs)) == modes,
+        "more": "`training`, `requires_grad` or `grad`",
         "small": nbytes < 1.5 * least,
         "nbytes": nbytes,
         "least": least,
     }
+
+
+def _modes(model: nn.Module) -> list[Any]:
+    """Return which modules train, and which parameters are frozen or have gradients."""
+    training = [module.training for module in model.modules()]
+    return training + [(p.requires_grad, p.grad is None) for p in model.parameters()]
