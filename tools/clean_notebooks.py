@@ -224,7 +224,7 @@ def _texts(outputs: list[NotebookNode]) -> Iterator[str]:
 
 
 RULES: dict[str, Callable[[NotebookNode], None]] = {
-    "its metadata are not the names of kernel and language alone": _metadata,
+    "its metadata are not exactly the names of kernel and language": _metadata,
     "a cell's metadata hold more than its tags": _cell_metadata,
     "a cell has no id, or the id of another cell": _cell_ids,
     "the output of a widget is stored, which no viewer can show": _widget_views,

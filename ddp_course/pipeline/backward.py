@@ -63,7 +63,7 @@ class Recomputed:
             return runtime.forward(stage, microbatch, x)
 
     def before_compute(self, runtime: Runtime, action: Action) -> None:
-        """Run forward again, recorded, before a backward enters its graph."""
+        """Run the stage's forward again, with a graph, before its B or I."""
         if action.op in ("B", "I"):
             stage, microbatch = action.stage, action.microbatch
             x, state = self.inputs.pop((stage, microbatch))
@@ -127,7 +127,7 @@ class WeightGradStore:
     def compute(
         self, parameters: Gradients, gradients: Callable[[], Gradients]
     ) -> Gradients:
-        """Return `gradients()`, one for each parameter; inside of `collect`, Nones.
+        """Return one gradient per parameter; in `collect`, postpone them, return Nones.
 
         A layer's backward calls it. A parameter, or its gradient, is None if the layer
         has no such parameter, or needs no such gradient.
@@ -175,13 +175,13 @@ class SplitLinear(torch.autograd.Function):
         compute = partial(_weight_gradients, x, gradient, needed)
         if not any(needed):
             return grad_x, None, None, None
-        if any(map(_has_hooks, ctx.parameters)):  # hooks must run once, in backward
+        if any(map(_has_hooks, ctx.parameters)):  # these must run once, in backward
             return grad_x, *compute(), None
         return grad_x, *ctx.store.compute(ctx.parameters, compute), None
 
 
 def _has_hooks(parameter: Tensor | None) -> bool:
-    """Return whether a hook is the user's; this package's allow a later gradient."""
+    """Return whether the user has registered a hook; this package's may run later."""
     hooks = getattr(parameter, "_backward_hooks", None) or {}
     return any(
         not getattr(hook, "__module__", "").startswith("ddp_course.")

@@ -174,7 +174,7 @@ class MeanLoss:
         if loss.dim():
             raise ValueError(f"loss_fn returned {loss}; it must be a scalar")
         others = [(output * 0.5, targets)]
-        counted = not (targets == self.ignored).any()  # else `SameBatch` compares
+        counted = not (targets == self.ignored).any()  # else `SameBatch` checks
         if counted and self.before and self.before[0].shape[1:] == output.shape[1:]:
             others.append(self.before)
         for other, y in others:

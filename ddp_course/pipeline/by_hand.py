@@ -72,7 +72,7 @@ class NaivePipeline(nn.Module):
                 part.backward()
                 loss += part.detach()
             else:
-                dist.send(output.detach(), self.after, self.group)  # without its graph
+                dist.send(output.detach(), self.after, self.group)  # without the graph
                 gradient = torch.empty_like(output)
                 dist.recv(gradient, self.after, self.group)
                 output.backward(gradient)

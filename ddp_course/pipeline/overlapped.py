@@ -50,7 +50,7 @@ class PostedAhead:
         runtime.messages = MessagesAhead(runtime, program)
 
     def before_action(self, runtime: Runtime, action: Action) -> None:
-        """Execute the messages that come before an action."""
+        """Post the messages that come before an action in the program."""
         runtime.messages.go_on()
 
 
@@ -89,7 +89,7 @@ class MessagesAhead:
         announce(runtime.parts, "after_wait", runtime, source)
 
     def send(self, action: Action) -> None:
-        """Skip the send: `go_on` sends at the program's place."""
+        """Skip the send: `go_on` sends the result at its place in the program."""
 
     def finish(self) -> None:
         """Execute the remaining groups, and wait until all messages have left."""

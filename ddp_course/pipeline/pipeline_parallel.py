@@ -309,7 +309,7 @@ def _schedule(
 def _stages(
     model: nn.Module, schedule: Schedule, sizes: Sequence[int] | None
 ) -> StagePlan:
-    """Return the plan of the stages; raise ValueError or TypeError if it cannot fit."""
+    """Return the plan of the stages; raise ValueError or TypeError if none fits."""
     if sizes is None:  # cut by the layers' costs, if the model has them
         config, layers = getattr(model, "config", None), spine(model)
         costs = getattr(config, "layer_costs", [1] * len(layers))

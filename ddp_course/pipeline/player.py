@@ -163,7 +163,7 @@ class _BlockingPlay:
         return True
 
     def _post(self, rank: int, step: Instruction) -> Sides:
-        """Post one side of a message, perhaps to the side that the peer has posted."""
+        """Post one side of a message; match the peer's side, if it is posted."""
         link = (rank, step.peer) if step.kind == "send" else (step.peer, rank)
         if step.kind == "send" and step.action not in self.has[rank]:
             self._fail(f"rank {rank} sends {step.action}, which it has not computed")

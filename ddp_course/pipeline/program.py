@@ -113,7 +113,7 @@ def add_messages(schedule: Schedule, *, fused: bool = True) -> Program:
 
 
 def _one_by_one(schedule: Schedule, rank: int) -> tuple[InstructionGroup, ...]:
-    """Receive just before an action, send right after it, one message at a time."""
+    """Return groups of one: receive just before an action, send right after it."""
     groups: list[InstructionGroup] = []
     for action in schedule.ranks[rank]:
         source, peer = schedule.source(action), schedule.receiver(action)

@@ -285,7 +285,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Raise ScheduleError unless each action is there once, and each stage on one rank.
+    """Raise ScheduleError unless each action occurs once, and each stage on one rank.
 
     Each stage has, for each microbatch, one F and either one B, or one I and one W.
     """

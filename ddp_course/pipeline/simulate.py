@@ -46,7 +46,7 @@ class SimulatedSchedule:
 
     @property
     def busy(self) -> tuple[Real, ...]:
-        """The time for which each rank computes."""
+        """The time that each rank spends computing."""
         times: list[Real] = [0] * self.schedule.num_ranks
         for event in self.events:
             times[event.rank] += event.end - event.start

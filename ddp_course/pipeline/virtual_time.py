@@ -40,24 +40,24 @@ class VirtualTime(PipelineRecorder):
 
 
 class VirtualClock:
-    """Seconds since the step began, if every rank had cores of its own."""
+    """A clock of seconds since the step began, as if each rank had its own cores."""
 
     def __init__(self) -> None:
         self.time = 0.0
         self._since = 0.0  # thread time at the last `begin`
 
     def begin(self) -> float:
-        """Start to compute; return the time."""
+        """Start to measure a computation; return the clock's time."""
         self._since = time.thread_time()
         return self.time
 
     def end(self) -> float:
-        """Stop computing: add this thread's time on a core; return the time."""
+        """Add the computation's time on a core to the clock; return the new time."""
         self.time += time.thread_time() - self._since
         return self.time
 
     def now(self) -> float:
-        """Return the time."""
+        """Return the clock's time."""
         return self.time
 
     def advance(self, sent_at: float) -> None:

@@ -114,9 +114,9 @@ class Cluster:
         return self.reached * min(self.gpu.link, beside * self.network)
 
     def inside(self, ranks: int, stride: int = 1) -> bool:
-        """Return whether such a group lies in one node."""
+        """Return whether a group of `ranks`, `stride` apart, lies in one node."""
         return ranks * stride <= self.node
 
     def delay(self, ranks: int, stride: int = 1) -> float:
-        """Return the latency of one message in such a group, in seconds."""
+        """Return the seconds of latency in a group of `ranks`, `stride` apart."""
         return self.latency if self.inside(ranks, stride) else 2 * self.latency

@@ -84,7 +84,7 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield the layouts that take all GPUs and have no `problem`."""
     kinds = RECOMPUTE if recompute is None else (recompute,)
-    if software.fused_attention:  # keeps no scores that could be left out
+    if software.fused_attention:  # it keeps no scores to recompute
         kinds = [kind for kind in kinds if kind != "selective"]
     sizes = divisors(cluster.gpus)
     inside = [size for size in sizes if size <= cluster.node]

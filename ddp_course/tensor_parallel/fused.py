@@ -99,7 +99,7 @@ class FusedRowParallelLinear(FusedLinear, OwnTokensLayer, RowParallelLinear):
 
 
 class ColumnProduct(Function):
-    """A product with an autograd of its own: this rank's columns of Y = X W + b."""
+    """A product with its own backward: this rank's columns of Y = X W + b."""
 
     @staticmethod
     def forward(

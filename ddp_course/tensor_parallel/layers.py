@@ -115,7 +115,7 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """Y = X W + b of this rank's columns of X: (..., I/tp) -> (..., O)."""
+    """The sum Y = X W + b, from this rank's columns of X: (..., I/tp) -> (..., O)."""
 
     CUTS = MappingProxyType({"weight": 1, "bias": None})
 

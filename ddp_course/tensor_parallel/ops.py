@@ -100,7 +100,7 @@ def gather_from_group(x: Tensor, dim: int, group: Group = None) -> Tensor:
 
 
 def gather_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
-    """Return all ranks' parts joined along `dim`; in backward, sum and cut.
+    """Return all ranks' parts joined along `dim`; in backward, sum and cut gradients.
 
     (B, T/tp, C) -> (B, T, C). An all-gather; its backward is a reduce-scatter.
     """

@@ -93,7 +93,7 @@ def vocab_parallel_cross_entropy(
     if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < vocabulary:
         raise ValueError(
             f"targets are from {int(chosen.min())} to {int(chosen.max())}; tokens are "
-            f"0 to {vocabulary - 1}, or {ignore_index} for none"
+            f"0 to {vocabulary - 1}; {ignore_index} is ignored"
         )
     losses = VocabParallelCrossEntropy.apply(rows, targets, counts, exchange)  # (R,)
     return losses.sum() / counts.sum()

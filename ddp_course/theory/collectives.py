@@ -146,15 +146,15 @@ broadcast_tree = Algorithm(
     *(log2_up, log2_up, _to_children),
 )
 scatter = Algorithm(
-    "The root sends another S/n to each, in turn: (n-1) alpha + (n-1)/n S beta.",
+    "The root sends each rank its S/n, in turn: (n-1) alpha + (n-1)/n S beta.",
     *(_but_one, _part, lambda n, r: Fraction(_but_one(n, r), n)),
 )
 gather = Algorithm(
-    "Each sends its S/n to the root, where they arrive in turn: as `scatter`.",
+    "Each rank sends its S/n to the root, one after the other: as `scatter`.",
     *(_but_one, _part, lambda n, r: Fraction(_others(n, r), n)),
 )
 reduce_naive = Algorithm(
-    "Each sends S to the root, which adds: (n-1)(alpha + S beta).",
+    "Each rank sends S to the root, which adds: (n-1)(alpha + S beta).",
     *(_but_one, _but_one, _others),
 )
 reduce_tree = Algorithm(

@@ -92,7 +92,7 @@ def states_of(optimizer: str | int) -> int:
         return OPTIMIZERS[optimizer]
     known = ", ".join(repr(name) for name in OPTIMIZERS)
     raise ValueError(
-        f"optimizer is {optimizer!r}; it can be {known}, or how many states it keeps"
+        f"optimizer is {optimizer!r}; it can be {known}, or a number of states"
     )
 
 
@@ -226,7 +226,7 @@ def step_volume(
 ) -> StepVolume:
     """Return the bytes that each rank sends in one step, on average over the ranks.
 
-    Each reduce-scatter and each all-gather sends (N-1)/N of the bytes. So many are in
+    Each reduce-scatter and each all-gather sends (N-1)/N of the bytes. Their number in
     a step:
 
         stage 0       all-reduce of the gradients = reduce-scatter + all-gather: 2

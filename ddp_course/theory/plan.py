@@ -50,7 +50,7 @@ class Model:
     config: GPTConfig | None = None
 
     def __post_init__(self) -> None:
-        """Check every value."""
+        """Check that layers and hidden belong together, and fit the parameters."""
         if (self.layers > 0) != (self.hidden > 0):
             raise ValueError(
                 f"layers is {self.layers} and hidden {self.hidden}; set both or neither"
@@ -59,7 +59,7 @@ class Model:
             raise ValueError(
                 f"{self.layers} layers of {self.hidden} channels have "
                 f"{self.layers * self.block:,} parameters, more than the model's "
-                f"{self.parameters:,}; take fewer layers, or more parameters"
+                f"{self.parameters:,}; use fewer layers, or more parameters"
             )
 
     @property

@@ -86,7 +86,7 @@ def tensor_parallel_volume(
     loss = 3 * tokens * itemsize * (last in mine)
     replicated = sum(layer_replicated(config)[layer] for layer in mine) * itemsize
     pairs = of_hidden if sequence_parallel else 0
-    together = sequence_parallel and layers is None  # one sum, and one of positions
+    together = sequence_parallel and layers is None  # norms, biases in one
     ring = 2 * Fraction(tp_size - 1, tp_size)
     return TensorParallelVolume(
         ring * hidden,
@@ -100,7 +100,7 @@ def tensor_parallel_volume(
 def mlp_volume(
     numel: int, tp_size: int, naive: bool = False, itemsize: int = 4
 ) -> Fraction:
-    """Return the bytes that each rank sends for one MLP of 4C, forward and backward.
+    """Return the bytes that each rank sends for an MLP 4C wide, forward and backward.
 
     `numel` is the number of elements of its input, B T C. If the first matrix is cut by
     columns and the second by rows, there is an all-reduce in forward and one in

@@ -1,4 +1,4 @@
-"""Arguments that let FSDP keep shards, gradients and states on the host, measured.
+"""Arguments for FSDP that keep shards, gradients and states on the host, with meters.
 
     host = HostMemory()
     FullyShardedDataParallel(model, **offloaded.module(host))

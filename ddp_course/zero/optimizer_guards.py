@@ -31,7 +31,7 @@ from ddp_course.zero.shards import names_of
 Groups = list[dict[str, Any]]  # parameter groups, as PyTorch keeps them
 
 ADVICE = (
-    "If DistributedDataParallel, or the training loop, averages them, use "
+    "If DistributedDataParallel, or the training loop, averages the gradients, use "
     "NaiveZeroRedundancyOptimizer with gradients='averaged'; delete (del) an earlier "
     "optimizer of the same parameters before training."
 )

@@ -14,7 +14,7 @@ Only `buckets_in_flight` buckets may have memory at once: a window that moves ov
 buckets in launch order. With a window of two, one bucket is being sent while the next
 one fills:
 
-    bucket     0 1 2 3 4      If a gradient of bucket 2 is ready, the reducer waits for
+    bucket     0 1 2 3 4      With the first gradient of bucket 2, the reducer waits for
     memory     # #            bucket 0, keeps this rank's shard of its mean, and frees
                  # #          it. A gradient of bucket 4 would stay in `grad` until the
                    # #        window reaches bucket 4.

@@ -262,7 +262,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
             self.sync = before
 
     def _tidy_up(self) -> None:
-        """Free units that an earlier pass left whole: it failed, or had no backward.
+        """Free units that a pass left whole, as it failed or had no backward.
 
         If backward failed, only some units have added their gradients, so this drops
         the gradients of all units.
@@ -277,7 +277,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         self.open.clear()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of `module`; bind its methods to this object.
+        """Return an attribute of `module`; bind methods of `module` to this object.
 
         So a method such as `generate(...)` of a GPT, which calls `self(...)`, calls
         this object's forward, which gathers and frees the units.

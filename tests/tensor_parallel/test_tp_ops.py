@@ -287,6 +287,6 @@ def wrong() -> list[str]:
         "5 entries, which 2 ranks cannot share equally; it must be a multiple of 2",
         "has 5 entries, which 2 ranks",
         "targets has shape (2, 2); the logits are for (2, 3)",
-        "targets are from 8 to 8; tokens are 0 to 7, or -100 for none",
+        "targets are from 8 to 8; tokens are 0 to 7; -100 is ignored",
     ]
     return refused(attempts, expected)
