@@ -147,7 +147,7 @@ class MeanLoss:
 
     The loss of two sets of rows is compared with that of both together: rows and the
     same rows halved, which detects a sum or a square root; rows and those of the
-    previous call, which detects weighted targets. Raises ValueError if it is no mean.
+    previous call, which detects weighted targets. Raises ValueError for another loss.
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:

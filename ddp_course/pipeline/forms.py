@@ -55,7 +55,7 @@ class Forms:
         all ranks, for a layer whose buffers change in a training forward.
         """
         one = torch.empty(1, 1, device=x.device)
-        kind = x.dtype, x.shape[1:], (one @ one).dtype  # last: under autocast
+        kind = x.dtype, x.shape[1:], (one @ one).dtype  # autocast's type, if it is on
         if kind not in self.known:
             self.known[kind] = self._find(x[:1])
         return self.known[kind]

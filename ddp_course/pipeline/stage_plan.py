@@ -107,8 +107,8 @@ def partition(costs: Sequence[Real], num_stages: int) -> tuple[int, ...]:
 
     The most expensive stage costs as little as possible. Among all such partitions,
     the result has the smallest sum of squared costs, which balances the other stages,
-    too; of several such, it has the most layers in the last stages. The same costs
-    always give the same sizes. `partition([0, 4, 4, 4, 4, 1], 2)` is `(3, 3)`.
+    too; of several such partitions, it has the most layers in the last stages. The same
+    costs always give the same sizes. `partition([0, 4, 4, 4, 4, 1], 2)` is `(3, 3)`.
 
     Raises ValueError for a negative or infinite cost, for fewer than one stage, and for
     more stages than layers. Source: dynamic programming, Bellman 1957. Chapter 10.

@@ -86,7 +86,7 @@ def tensor_parallel_volume(
     loss = 3 * tokens * itemsize * (last in mine)
     replicated = sum(layer_replicated(config)[layer] for layer in mine) * itemsize
     pairs = of_hidden if sequence_parallel else 0
-    together = sequence_parallel and layers is None  # norms, biases in one
+    together = sequence_parallel and layers is None  # 1 all-reduce for norms and biases
     ring = 2 * Fraction(tp_size - 1, tp_size)
     return TensorParallelVolume(
         ring * hidden,

@@ -5,9 +5,9 @@
                the new parameters return to the device
 
 The device keeps parameters and activations only. Ren et al. 2021, "ZeRO-Offload",
-sections 3 and 4. (In the paper, parameters and gradients on the device have 16 bits. Of
-several devices, each has a part of the gradients, as in stage 2, and all gather the
-parameters.)
+sections 3 and 4. (In the paper, parameters and gradients on the device have 16 bits.
+With several devices, each has a part of the gradients, as in stage 2, and all gather
+the parameters.)
 """
 
 from collections.abc import Callable, Iterable
