@@ -126,17 +126,17 @@ class Launch:
                 self._start_rank(context, place.rank, orders)
 
     def _start_rank(self, context, number: int, orders: rank_side.Orders) -> None:
-        result, its_result = context.Pipe()
-        streams, its_ends = {}, {"result": its_result}
+        result, rank_result = context.Pipe()
+        streams, rank_ends = {}, {"result": rank_result}
         for name in ("stdout", "stderr", "stacks"):
-            our_end, its_ends[name] = context.Pipe(duplex=False)
-            streams[our_end] = name
-        args = orders, rank_side.Pipes(**its_ends)
+            launcher_end, rank_ends[name] = context.Pipe(duplex=False)
+            streams[launcher_end] = name
+        args = orders, rank_side.Pipes(**rank_ends)
         process = context.Process(None, rank_side.main, f"rank {number}", args)
         self.ranks.append(Rank(number, process, result, streams))
         server.start(process)
-        for its_end in its_ends.values():
-            its_end.close()
+        for rank_end in rank_ends.values():
+            rank_end.close()
 
     def _listen(self) -> None:
         """Read the ranks' pipes until all are done, one fails, or time is up."""

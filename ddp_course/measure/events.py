@@ -173,9 +173,9 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
     trace: list[dict[str, Any]] = []
     lines: dict[int, dict[str, float]] = {}  # rank -> line -> the end of its last event
 
-    def name(kind: str, of: str, pid: int, tid: int = 0) -> None:
+    def name(kind: str, label: str, pid: int, tid: int = 0) -> None:
         named = {"name": f"{kind}_name", "ph": "M", "pid": pid, "tid": tid}
-        trace.append(named | {"args": {"name": of}})
+        trace.append(named | {"args": {"name": label}})
 
     for event in events:
         rank, line, number = event.rank, event.lane, 1
