@@ -239,9 +239,9 @@ def test_layouts_that_cannot_be_are_refused_before_ranks_start(ranks, options, w
     [
         (2, {"ep": 2}, build_gpt().config, "ep is 2, and the model has no experts"),
         (3, {"ep": 3}, CONFIG, "experts is 8, which 3 ranks cannot share equally"),
-        (2, {"cp": 2}, CONFIG, "cp is 2, .* take balance 0"),
-        (1, {"precision": "fp16"}, CONFIG, "'fp16' .* take balance 0"),
-        (1, {"threads": 2}, CONFIG, "threads is 2.* take balance 0"),
+        (2, {"cp": 2}, CONFIG, "cp is 2, .* use balance 0"),
+        (1, {"precision": "fp16"}, CONFIG, "'fp16' .* use balance 0"),
+        (1, {"threads": 2}, CONFIG, "threads is 2.* use balance 0"),
     ],
 )
 def test_models_that_cannot_be_divided_so_are_refused(ranks, options, config, words):

@@ -108,8 +108,8 @@ def test_the_rest_goes_on_when_one_has_died_between_two_averages(tmp_path):
 test_what_cannot_be_is_one_line_before_anything_starts = answered(
     "train --ranks 2",
     1,
-    ("--zero 1 --local-steps 2", "whole models and send no gradients: take data"),
-    ("--tp 2 --local-steps 2", "take data_parallel 'ddp' along dp alone, with"),
+    ("--zero 1 --local-steps 2", "whole models and send no gradients: use data"),
+    ("--tp 2 --local-steps 2", "use data_parallel 'ddp' along dp alone, with"),
     ("--compress int8 --local-steps 2", "with zero 0 and without compress"),
     ("--outer nesterov", "outer has no effect without local_steps"),
     ("--local-steps 2 --outer-lr 1", "outer_lr has no effect without outer 'nest"),
