@@ -13,6 +13,7 @@ process and for tensor parallelism, `pipeline.decoding` for pipelines. Chapter 1
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class KeyValueCache:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model is {model!r}; it must be an nn.Module")
         for layer in model.modules():
             if isinstance(layer, Attention) and "attend" in vars(layer):
                 raise ValueError(
@@ -128,6 +131,15 @@ def generate_naively(model: nn.Module, idx: Tensor, new_tokens: int) -> Tensor:
 
 def check_length(model: nn.Module, idx: Tensor, new_tokens: int) -> None:
     """Raise ValueError unless the model has a position for each token that it reads."""
+    if not hasattr(getattr(model, "config", None), "block_size"):
+        raise ValueError("model has no config.block_size; it must be the course's GPT")
+    if not isinstance(idx, Tensor) or idx.ndim != 2 or idx.is_floating_point():
+        what = type(idx).__name__
+        if isinstance(idx, Tensor):
+            what = f"{idx.dtype} {tuple(idx.shape)}"
+        raise ValueError(f"idx is {what}; it must be an int64 tensor of shape (B, T)")
+    if not isinstance(new_tokens, Integral):
+        raise ValueError(f"new_tokens is {new_tokens!r}; it must be an integer")
     positions, longest = idx.shape[1] + new_tokens - 1, model.config.block_size
     if new_tokens < 1 or positions > longest:
         raise ValueError(

@@ -162,6 +162,8 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         """Create all layers and initialise them as GPT-2 does."""
         super().__init__()
+        if not isinstance(config, GPTConfig):
+            raise ValueError(f"config is {config!r}; it must be a GPTConfig")
         self.config = config
         self.token_check = partial(check_tokens, config=config)
         self.embed = Embedding(config)
@@ -213,6 +215,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     `logits` is (B, T, V), `targets` is (B, T). Raises ValueError if they do not match.
     """
+    for name, tensor in {"logits": logits, "targets": targets}.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}; pass a tensor")
+    if not logits.is_floating_point() or targets.is_floating_point():
+        raise ValueError(
+            f"logits are {logits.dtype} and targets {targets.dtype}; logits must be "
+            "floating-point numbers, and targets int64, the numbers of the tokens"
+        )
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"targets has shape {tuple(targets.shape)}; for these logits it must be "
@@ -223,6 +233,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def check_tokens(name: str, tokens: Tensor, config: GPTConfig) -> None:
     """Raise ValueError or TypeError unless `tokens` is (B, T) int64 and in range."""
+    if not isinstance(tokens, Tensor):
+        kind = type(tokens).__name__
+        raise TypeError(f"{name} is a {kind}; it must be an int64 tensor, (B, T)")
     if tokens.dtype != torch.int64:
         raise TypeError(f"{name} is {tokens.dtype}; it must be torch.int64")
     longest = config.block_size

@@ -28,6 +28,7 @@ FLOORS = [
         "learners_copy",
         "coordinates",
         "gpt_config",
+        "kinds",
         "ledger",
         "planning",
         "spec",

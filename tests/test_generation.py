@@ -123,6 +123,23 @@ def shared():
     return text, cache.nbytes, sum(call.bytes_sent for call in torchs.calls)
 
 
+def test_wrong_arguments_of_generate_are_named():
+    for arguments, words in {
+        (
+            None,
+            PROMPT,
+            2,
+        ): "model has no config.block_size; it must be the cours",
+        (model(), PROMPT[0], 2): r"idx is torch.int64 \(.*; it must be an int64 tensor",
+        (model(), "abc", 2): r"idx is str; it must be an int64 tensor of shape \(B, T",
+        (model(), PROMPT, 2.5): "new_tokens is 2.5; it must be an integer",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            generate(*arguments)
+    with pytest.raises(ValueError, match="model is None; it must be an nn.Module"):
+        KeyValueCache(None)
+
+
 def refused():
     with pytest.raises(ValueError, match="context parallel"):
         generate(context_parallel(model()), PROMPT, NEW)

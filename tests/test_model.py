@@ -32,6 +32,17 @@ def tokens(*shape, seed=0):
 # The configuration
 
 
+test_a_model_and_its_loss_name_the_wrong_argument = refused(
+    (lambda: model_module.GPT("1m"), "config is '1m'; it must be a GPTConfig"),
+    (lambda: model_module.GPT(GPTConfig), "config is .*; it must be a GPTConfig"),
+    (lambda: model_module.cross_entropy([1.0], None), "logits is a list; pass a ten"),
+    (
+        lambda: model_module.cross_entropy(torch.ones(1, 2, 3), torch.ones(1, 2)),
+        "targets torch.float32; logits must be floating-point numbers, and targets int",
+    ),
+)
+
+
 test_config_names_the_value_and_what_is_allowed = refused(
     (lambda: GPTConfig(vocab_size=0), "size is 0; it must be a whole number >= 1"),
     (lambda: GPTConfig(block_size=-1), "block_size is -1"),

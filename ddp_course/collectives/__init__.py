@@ -42,3 +42,6 @@ from ddp_course.collectives.unrooted import (
     reduce_scatter,
     reduce_scatter_single,
 )
+from ddp_course.kinds import explain_calls
+
+explain_calls(globals())

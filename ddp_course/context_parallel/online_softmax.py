@@ -19,6 +19,8 @@ than 1. Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022,
 import torch
 from torch import Tensor
 
+from ddp_course.kinds import explain_calls
+
 
 def merge(
     out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
@@ -28,10 +30,21 @@ def merge(
     Outputs are (..., T, D), lses (..., T). For a query that sees no key of a block, the
     block's lse is -inf, and its output can be anything.
     """
+    for out, lse in ((out1, lse1), (out2, lse2)):
+        check_lse(out, lse)
     share = torch.sigmoid(lse2 - lse1)[..., None]  # weight of block 2
     share = torch.where(lse2.isneginf()[..., None], 0.0, share)  # 0 if both are -inf
     out = out1 - share * (out1 - out2)
     return out, torch.logaddexp(lse1, lse2)
+
+
+def check_lse(out: Tensor, lse: Tensor) -> None:
+    """Raise ValueError unless there is one lse for each output of a query."""
+    if lse.shape != out.shape[:-1]:
+        raise ValueError(
+            f"an lse has shape {tuple(lse.shape)}; for outputs of shape "
+            f"{tuple(out.shape)} it must be {tuple(out.shape[:-1])}"
+        )
 
 
 def attend(
@@ -86,3 +99,6 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return the weights of softmax; all 0 for a query that sees no key."""
     lse = lse.masked_fill(lse.isneginf(), 0.0)  # e^(-inf - 0) is 0, and not nan
     return torch.exp(scores - lse[..., None])
+
+
+explain_calls(globals())

@@ -52,6 +52,8 @@ def check_devices(module: nn.Module, device_ids: Any, output_device: Any) -> Non
     no other device is possible.
     """
     device = next(module.parameters()).device
+    if not isinstance(device_ids, (list, tuple, type(None))):
+        raise ValueError(f"device_ids is {device_ids!r}; it must be a list of a device")
     ids = [] if device_ids is None else list(device_ids)
     arguments = {"device_ids": ids} if ids else {}
     if output_device is not None:

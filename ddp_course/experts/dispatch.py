@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ddp_course.experts.segments import Segments
+from ddp_course.kinds import explain_calls
 
 Group = dist.ProcessGroup | None  # None: all ranks
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Group], Tensor]
@@ -100,6 +101,8 @@ class TokenDispatcher:
         self.group, self.exchange = group, exchange
         self.segments = Segments(chosen, num_experts, kept)
         ones = [1] * dist.get_world_size(group)
+        if num_experts % len(ones):
+            raise ValueError(f"{len(ones)} ranks cannot share {num_experts} experts")
         to_each = self.segments.counts.view(len(ones), -1)  # (R, E/R)
         from_each = exchange(to_each, ones, ones, group)  # rows by source rank, expert
         self.sent = to_each.sum(1).tolist()
@@ -143,3 +146,6 @@ def dispatched_mixture(
     dispatcher = TokenDispatcher(chosen, num_experts, group, kept, exchange)
     rows = compute(dispatcher.dispatch(x), dispatcher.counts)
     return dispatcher.combine(rows, weights)
+
+
+explain_calls(globals())

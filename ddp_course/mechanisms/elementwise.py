@@ -77,7 +77,7 @@ def check_elementwise(
             whole, optimizer = stepped(*together)
             parts = torch.cat([stepped(span)[0] for span in apart])
         except Exception as error:  # an optimizer may raise anything
-            raise refused(f"its step raised {error!r}") from None
+            raise refused(f"its step with {defaults} raised {error!r}") from None
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-6):
         raise refused("its step on two parts differs from its step on the whole")
     for state in () if whole_tensors else optimizer.state.values():

@@ -151,6 +151,8 @@ class MeanLoss:
     """
 
     def __init__(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        if isinstance(loss_fn, type) or not callable(loss_fn):
+            raise ValueError(f"loss_fn is {loss_fn}; pass a function or nn.MSELoss()")
         self.loss_fn, self.tests = loss_fn, 8  # some targets come in later rows only
         self.before: tuple[Tensor, Tensor] | None = None
 
@@ -163,7 +165,10 @@ class MeanLoss:
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the loss, a scalar."""
-        loss = self.loss_fn(output, targets)
+        loss, needed = self.loss_fn(output, targets), output.requires_grad
+        if not isinstance(loss, Tensor) or loss.dim() or needed > loss.requires_grad:
+            text = "it must be a scalar tensor that is not detached"
+            raise ValueError(f"loss_fn returned {loss}; {text}")
         if self.tests:
             self.tests -= 1
             with torch.no_grad():
@@ -171,8 +176,6 @@ class MeanLoss:
         return loss
 
     def _test(self, output: Tensor, targets: Tensor, loss: Tensor) -> None:
-        if loss.dim():
-            raise ValueError(f"loss_fn returned {loss}; it must be a scalar")
         others = [(output * 0.5, targets)]
         counted = not (targets == self.ignored).any()  # else `SameBatch` checks
         if counted and self.before and self.before[0].shape[1:] == output.shape[1:]:

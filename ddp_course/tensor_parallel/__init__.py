@@ -20,6 +20,7 @@ Three rungs, in this order:
 provides whole states and clipping. Chapter 09.
 """
 
+from ddp_course.kinds import explain_calls
 from ddp_course.tensor_parallel.gpt import TensorParallelGPT, tensor_parallel
 from ddp_course.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -45,3 +46,5 @@ from ddp_course.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+
+explain_calls(globals())

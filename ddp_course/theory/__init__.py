@@ -23,6 +23,7 @@ need to all-reduce 1 MiB in a ring of links like `link`. Read the modules in thi
     checks      checks of the formulas' arguments
 """
 
+from ddp_course.kinds import explain_calls
 from ddp_course.theory.activations import (
     gpt_activations,
     gpt_peak,
@@ -37,6 +38,7 @@ from ddp_course.theory.asynchrony import (
 )
 from ddp_course.theory.collectives import (
     ALGORITHMS,
+    Algorithm,
     Cost,
     all_gather,
     all_reduce_double_tree,
@@ -111,3 +113,5 @@ from ddp_course.theory.tensor_parallel import (
     tensor_parallel_parameters,
     tensor_parallel_volume,
 )
+
+explain_calls(globals(), formulas=True)

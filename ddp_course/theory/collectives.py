@@ -10,7 +10,7 @@ In every formula n is `world_size`, and S is `nbytes`, which nccl-tests calls th
 for scatter, the root's tensor at the start; for gather, the root's at the end; for
 reduce and all-reduce, each rank's tensor; for all-gather, each rank's at the end; for
 reduce-scatter, each rank's at the start. With `nbytes=Fraction(1)` results are exact
-multiples of S. With n = 1 nothing is sent, and the cost is 0. Numbers are not checked.
+multiples of S. With n = 1 nothing is sent, and the cost is 0.
 Explained in chapters 02 and 03.
 """
 
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from ddp_course.theory.checks import (
     check_choice,
+    check_count,
     log2_up,
     power_below,
 )
@@ -77,6 +78,7 @@ class Algorithm:
 
     def __call__(self, world_size: int, nbytes: float) -> Cost:
         """Return the cost for a tensor of `nbytes`."""
+        check_count("world_size", world_size)
         times = Fraction(self.nbytes(world_size) if world_size > 1 else 0)
         return Cost(
             self.messages(world_size), times.numerator * nbytes / times.denominator
@@ -287,6 +289,8 @@ def hierarchical_bytes_sent(
 def _inside(nnodes: int, nproc_per_node: int, variant: str) -> tuple[str, int]:
     """Return the algorithm inside a node, and how many ranks send to other nodes."""
     check_choice("variant", variant, ("leader", "sharded"))
+    check_count("nnodes", nnodes)
+    check_count("nproc_per_node", nproc_per_node)
     if variant == "leader":
         return "all_reduce_tree", 1
     return "all_reduce_ring", nproc_per_node

@@ -66,6 +66,11 @@ def send_starts(compute: Sequence[Real], network: Sequence[Real]) -> list[Real]:
     Bucket k begins when its gradient is ready, after `compute[0]` to `compute[k]`, and
     the link has sent bucket k-1: s[k] = max(ready[k], s[k-1] + network[k-1]).
     """
+    if len(compute) != len(network):
+        raise ValueError(
+            f"compute has {len(compute)} times and network {len(network)}; each needs "
+            "one for each bucket"
+        )
     starts, free = [], 0
     for ready, seconds in zip(accumulate(compute), network, strict=True):
         starts.append(max(ready, free))

@@ -148,7 +148,7 @@ def _chosen(module: nn.Module, units: Chosen) -> dict[int, str]:
     for name in units:
         if name not in children:
             raise ValueError(
-                f"{name!r} is no module of this model; its modules are "
+                f"{name!r:.50} is no module of this model; its modules are "
                 f"{', '.join(list(children)[:8])}{' and others' * (len(children) > 8)}"
             )
     return {id(child): name for name, child in children.items() if name in units}

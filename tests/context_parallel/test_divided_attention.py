@@ -220,6 +220,12 @@ def test_pairs_counts_what_a_mask_shows():
     assert pairs(queries, keys) == int(visible.sum()) == 8
 
 
+def test_an_lse_of_another_shape_is_refused():
+    out, lse = torch.ones(1, 2, 4, 3), torch.ones(1, 2, 4, 1)
+    with pytest.raises(ValueError, match=r"an lse has shape \(1, 2, 4, 1\); for outp"):
+        merge(out, lse[..., 0], out, lse)
+
+
 def test_what_cannot_be_assigned_is_refused():
     with pytest.raises(ValueError, match="length is 50; zigzag over 4 ranks .* of 8"):
         assign(50, 4)
