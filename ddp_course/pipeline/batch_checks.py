@@ -167,8 +167,7 @@ class MeanLoss:
         """Return the loss, a scalar."""
         loss, needed = self.loss_fn(output, targets), output.requires_grad
         if not isinstance(loss, Tensor) or loss.dim() or needed > loss.requires_grad:
-            text = "it must be a scalar tensor that is not detached"
-            raise ValueError(f"loss_fn returned {loss}; {text}")
+            raise ValueError(f"loss_fn returned {loss}; return a scalar, not detached")
         if self.tests:
             self.tests -= 1
             with torch.no_grad():
@@ -191,7 +190,6 @@ class MeanLoss:
         tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 1e-2
         if not torch.allclose(whole, mean, tolerance, equal_nan=True):
             raise ValueError(
-                f"loss_fn returned {a} for {k} rows, {b} for {n} others, and "
-                f"{whole} for all of them; it must be a mean over the rows, so that "
-                "the microbatches' losses add up to the batch's"
+                f"loss_fn returned {a} for {k} rows, {b} for {n} others, and {whole} "
+                "for all; it must be a mean over the rows, so that microbatches add up"
             )

@@ -126,15 +126,15 @@ def square(output, target):
 test_a_loss_that_is_no_mean_over_rows_is_refused = refused(
     (rows_and(lambda o, t: square(o, t).sum()), "it must be a mean over the rows"),
     (rows_and(lambda o, t: square(o, t).mean().sqrt()), "it must be a mean over"),
-    (rows_and(lambda o, t: square(o, t)), "it must be a scalar"),
-    (rows_and(lambda o, t: 1.0), "returned 1.0; it must be a scalar tensor that is no"),
+    (rows_and(lambda o, t: square(o, t)), "return a scalar"),
+    (rows_and(lambda o, t: 1.0), "returned 1.0; return a scalar, not detached"),
     (lambda: MeanLoss(nn.MSELoss), "loss_fn is <class .*; pass a function or nn.MSEL"),
     (lambda: MeanLoss("mse"), "loss_fn is mse; pass a function or nn.MSELoss"),
     (
         lambda: MeanLoss(lambda o, t: o.detach().mean())(
             torch.ones(2, requires_grad=True), torch.ones(2)
         ),
-        "loss_fn returned 1.0; it must be a scalar tensor that is not detached",
+        "loss_fn returned 1.0; return a scalar, not detached",
     ),
     (rows_and(nn.CrossEntropyLoss(torch.tensor([1.0, 5, 9]))), "it must be a mean"),
     (rows_and(lambda o, t: F.cross_entropy(o, t, ignore_index=0)), "must be a mean"),
