@@ -1,8 +1,8 @@
-"""Train a model with DDP, as notes and forums have it. It runs. Chapter 05.
+"""Train a model with DDP, copied together from notes and forums. It runs. Chapter 05.
 
 torchrun --nproc-per-node 4 copied_script.py
 
-Eight things in `train` are wrong; an exercise of the chapter is to repair them.
+`train` has eight mistakes; an exercise of the chapter is to repair them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def train(
     path: Path,
     epochs: int,
 ) -> float | None:
-    """Train up to `epochs` epochs, and return the mean loss of the held-out rows."""
+    """Train up to `epochs` epochs; return the mean loss over the held-out rows."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = build_model().to(device)

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 ddp_script.py --epochs 3 --checkpoint run.pt
 
-It needs nothing but PyTorch. Put your own in place of `build_model` and `build_data`.
+It needs only PyTorch. Replace `build_model` and `build_data` by your own functions.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def train(device: torch.device, epochs: int, batch_size: int, path: Path) -> None:
-    """Train up to `epochs` epochs, from where the checkpoint at `path` stands."""
+    """Train from the checkpoint at `path`, if any, up to `epochs` epochs in all."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -52,13 +52,13 @@ def train(device: torch.device, epochs: int, batch_size: int, path: Path) -> Non
     loader = DataLoader(data, batch_size, sampler=sampler)
     for epoch in range(done, epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(epoch * world_size + rank)  # dropout: other masks on each
+        torch.manual_seed(epoch * world_size + rank)  # different dropout masks
         total = torch.zeros(2, device=device)  # [sum of losses, number of losses]
         for x, y in loader:
             loss = nn.functional.cross_entropy(ddp(x.to(device)), y.to(device))
             optimizer.zero_grad()
-            loss.backward()  # when it returns, gradients are means over the ranks,
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # so all clip alike
+            loss.backward()  # afterwards gradients are means over the ranks,
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # so all ranks clip alike
             optimizer.step()
             total += torch.stack([loss.detach() * len(x), total.new_tensor(len(x))])
         dist.all_reduce(total)
@@ -70,7 +70,7 @@ def train(device: torch.device, epochs: int, batch_size: int, path: Path) -> Non
 def save(
     path: Path, epochs: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Write a checkpoint beside `path`, and rename it when it is whole."""
+    """Write a checkpoint beside `path`, then rename it to `path`."""
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     unfinished = path.with_name(path.name + ".new")
     torch.save({"epochs": epochs, **states}, unfinished)
@@ -78,7 +78,7 @@ def save(
 
 
 def build_model(dropout: float = 0.1) -> nn.Module:
-    """Return a model of the same form on every rank: DDP sends rank 0's numbers."""
+    """Return a model of the same shape on every rank: DDP sends rank 0's numbers."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(20, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 2)

@@ -1,4 +1,4 @@
-"""The exercises of chapter 05."""
+"""The exercises of chapter 05: buckets, hooks, accumulation, and a script to repair."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ CAPS = ((4000, 1000), (4000, 4000), (400, 100), (10**6, 10**6), (400, 2000))
 
 @exercise("my_bucket_plan", solution=solutions.my_bucket_plan)
 def check_my_bucket_plan(answer: Answer) -> str:
-    """`my_bucket_plan(parameters, cap, first)`: lists of names, as they are sent.
+    """`my_bucket_plan(parameters, cap, first)`: buckets of names, in sending order.
 
-    In which order do gradients become ready, and what closes a bucket? Each type has an
-    open bucket and a limit of its own.
+    In which order do gradients become ready, and what closes a bucket? Each type has
+    its own open bucket and its own limit.
 
-    Leave out what is frozen, empty or a second name, and go through the rest backwards.
-    A parameter joins the open bucket of its type; when the bytes in it reach the limit,
-    close it: the first limit is the smaller of `first` and `cap`, all later ones `cap`.
-    Close what is left, and sort the buckets by the place of their last members.
+    Leave out frozen and empty parameters and second names; go through the others
+    backwards. A parameter joins the open bucket of its type; when the bucket's bytes
+    reach the limit, close it: the first limit is the smaller of `first` and `cap`, all
+    later ones are `cap`. At the end close all open buckets, and sort the buckets by the
+    place of their last members.
     """
     models = _models()
     for title, parameters in models.items():
@@ -52,13 +53,13 @@ def check_my_bucket_plan(answer: Answer) -> str:
             expect(same, f"{where} your function changed the list `parameters`.")
     return (
         f"{len(models) * len(CAPS)} plans, with tied, frozen and empty parameters and "
-        "two types: every gradient once, the last layers first, buckets closed at "
+        "two dtypes: every gradient once, the last layers first, buckets closed at "
         "their cap"
     )
 
 
 def _models() -> dict[str, Pairs]:
-    """Return lists of parameters that each hide a difficulty, by their description."""
+    """Return {description: named parameters}; each list hides a difficulty."""
     small = GPTConfig(block_size=8, n_layer=2, n_head=2, d_model=8)
     tied = build_gpt(GPTConfig(block_size=8, n_layer=1, n_head=2, d_model=8, tied=True))
     frozen, two_types = build_gpt(small), build_gpt(small)
@@ -80,8 +81,8 @@ def _models() -> dict[str, Pairs]:
 
 NAMED = {  # hints about one name in a bucket
     "known": "there is no parameter {name}.",
-    "trained": "{name} is in a bucket, but it is frozen: no gradient of it will ever "
-    "come, and the bucket will never be full.",
+    "trained": "{name} is in a bucket, but it is frozen: it never gets a gradient, and "
+    "the bucket will never be full.",
     "some": "{name} is in a bucket, but it has no numbers.",
     "first": "{name} is the same parameter as {other}: it has one gradient, which "
     "travels once, under its first name.",
@@ -93,13 +94,13 @@ PLAN = {
     "numbers of one type.",
 }
 OF_A_TYPE = {
-    "in_order": "{begin} comes first and {end} last of its type, and in between the "
-    "order is not that of the gradients: they become ready in the opposite order of "
+    "in_order": "of its type {begin} comes first and {end} last, but not all names are "
+    "in the order of gradients, which become ready in the opposite order of "
     "registration.",
     "closed": "{which} holds {nbytes} bytes; it held its {limit} already before {last} "
-    "came, and is closed then.",
-    "full": "{which} holds {nbytes} bytes only; it is closed as soon as it holds "
-    "{limit} or more, and not before.",
+    "came; close it then.",
+    "full": "{which} holds only {nbytes} bytes; close it as soon as it holds {limit} "
+    "or more, and not before.",
 }
 
 
@@ -144,7 +145,7 @@ def _judge_plan(where: str, got: Any, parameters: Pairs, cap: int, first: int) -
 def _each_bucket(
     buckets: list[list[str]], known: dict[str, Tensor], cap: int, first: int
 ) -> Iterator[dict[str, Any]]:
-    """Check that the buckets of one type are in order, and closed at their caps."""
+    """Yield facts about each bucket of one type: its order, and whether it is full."""
     names = [name for bucket in buckets for name in bucket]
     in_order = names == sorted(names, key=[*known].index, reverse=True)
     ends = {"begin": code(names[0]), "end": code(names[-1]), "in_order": in_order}
@@ -168,21 +169,21 @@ MEMBERS = {  # by ranks: the parameters of each bucket; no two buckets are equal
 TYPES = {1: torch.bfloat16, 2: torch.float32, 3: torch.float64}  # by ranks
 ORDERS = ((0, 1, 2, 3, 4, 5), (1, 2, 4, 0, 5, 3), (5, 4, 3, 2, 1, 0))  # forward
 LAUNCHES = {
-    "alone": "called `{other}` of PyTorch; send with `launch` alone.",
+    "alone": "called `{other}` of PyTorch; send only with `launch`.",
     "all_sent": "launched {sent} of {buckets} buckets. Each backward sends every "
-    "bucket once: is all counting set back at the end?",
+    "bucket once: are all counts reset at the end?",
     "at_once": "launched a bucket {late} later than it was full and all before it "
     "launched: no overlap. In a hook: count the gradients that are missing in the "
-    "bucket, then launch what is full, in the order of `buckets`.",
+    "bucket, then launch the full buckets, in the order of `buckets`.",
     "in_a_hook": "launched a bucket at the end of backward, which may have gone on "
-    "since the last gradient. The last bucket, too, leaves in the hook that fills it.",
+    "since the last gradient. Launch the last bucket, too, in the hook that fills it.",
     "goes_on": "waited for a bucket while gradients were still to come: backward "
     "stands still meanwhile. Wait at the end.",
     "waited": "did not wait for each bucket; until `wait()` has returned, its numbers "
     "may still change.",
-    "once": "waited for {waits} buckets of {buckets}: also for those of a backward "
-    "before. Forget their tensors and handles at the end.",
-    "same_weights": "has other parameters than before; only gradients are averaged.",
+    "once": "waited {waits} times for {buckets} buckets: also for buckets of an "
+    "earlier backward. Forget their tensors and handles at the end.",
+    "same_weights": "has changed parameters; average only gradients.",
     "means": "has a gradient {got} after backward; the mean over the ranks is "
     "{wanted}{why}.",
 }
@@ -192,18 +193,18 @@ LAUNCHES = {
 def check_mini_ddp(answer: Answer) -> str:
     """`mini_ddp(buckets, launch, at_the_end)`: make backward average gradients.
 
-    What must a hook know in order to tell that a bucket is full, and that all before it
-    have left? And who calls you when backward is over?
+    How can a hook know that a bucket is full, and that all buckets before it were
+    launched? And who calls you when backward is over?
 
-    Count the missing gradients of every bucket. A hook takes one off; then, as long as
+    Count the missing gradients of every bucket. A hook subtracts one; then, as long as
     the next bucket in order is full, join its gradients, launch them, and keep tensor
-    and handle. The first hook of a backward asks for a call at its end, which waits for
-    each handle, writes the means into `grad`, and sets the counts back.
+    and handle. The first hook of a backward asks for a call at its end; that call waits
+    for each handle, writes the means into `grad`, and resets the counts.
     """
     judge_ranks(LAUNCHES, _use_mini_ddp, answer)
     return (
-        "on 1, 2 and 3 real ranks, of three types, 3 steps each, every bucket left as "
-        "soon as it was full and its turn, once, in one order, and backward returned "
+        "on 1, 2 and 3 real ranks, with three dtypes, 3 steps each: every bucket was "
+        "launched once, as soon as it was full and its turn, and the gradients are "
         "means"
     )
 
@@ -212,7 +213,7 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
     """Train with the reader's hooks on this rank, and record the order of events."""
     rank, n = dist.get_rank(), dist.get_world_size()
     weights = [nn.Parameter(_share(k, n, 0, n)) for k, _ in enumerate(SHAPES)]
-    strided = weights[3].detach().T.contiguous().T  # so is its gradient
+    strided = weights[3].detach().T.contiguous().T  # its gradient is strided, too
     weights[3] = nn.Parameter(strided)
     buckets = [[weights[k] for k in members] for members in MEMBERS[n]]
     events: list[tuple[str, int]] = []
@@ -237,7 +238,7 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
     mini_ddp(buckets, launch, at_the_end)
     facts = []
     for step in (1, 2, 3):
-        for weight in weights:  # as `optimizer.zero_grad` does it, in both ways
+        for weight in weights:  # like `optimizer.zero_grad`, in both of its ways
             weight.grad = None if step < 3 else weight.grad.zero_()
         events.clear()
         parts = [(_share(k, rank, step, n) * weights[k]).sum() for k in ORDERS[rank]]
@@ -254,7 +255,7 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
 
 
 class _Noting:
-    """A handle that records the wait for it."""
+    """A handle that records when it is waited for."""
 
     def __init__(self, work: Any, bucket: int, events: list[tuple[str, int]]) -> None:
         self.work, self.bucket, self.events = work, bucket, events
@@ -269,7 +270,7 @@ def _which_bucket(flat: Any, buckets: list[list[Tensor]]) -> int:
     is_tensor, dtype = isinstance(flat, Tensor), buckets[0][0].dtype
     if not is_tensor or flat.numel() not in numels:
         got = f"{flat.numel()} numbers" if is_tensor else one_line(flat)
-        wanted = f"those of the buckets are {', '.join(map(str, numels))} numbers"
+        wanted = f"the buckets have {', '.join(map(str, numels))} numbers"
         raise ValueError(f"launch got {got}; {wanted}")
     if flat.dtype != dtype:
         raise ValueError(f"launch got numbers of {flat.dtype}; gradients are {dtype}")
@@ -279,24 +280,27 @@ def _which_bucket(flat: Any, buckets: list[list[Tensor]]) -> int:
 def _check_turn(
     events: list[tuple[str, int]], bucket: int, members: Sequence[Sequence[int]]
 ) -> None:
-    """Raise an error if the ranks launch different buckets, before any is sent."""
+    """Raise RuntimeError for a bucket out of order or not full, before it is sent."""
     launched = [k for what, k in events if what == "launch"]
     if launched != list(range(len(launched))):
         raise RuntimeError(
             f"bucket {bucket} was launched when it was the turn of bucket "
-            f"{launched.index(bucket)}: on all ranks the order must be that of buckets"
+            f"{launched.index(bucket)}: all ranks must launch in the order of `buckets`"
         )
     here = [k for what, k in events if what == "gradient"]
     missing = [k for k in members[bucket] if k not in here]
     if missing:
         raise RuntimeError(
             f"bucket {bucket} was launched before it was full: {len(missing)} of its "
-            f"{len(members[bucket])} gradients had not come"
+            f"{len(members[bucket])} gradients were missing"
         )
 
 
 def _share(k: int, rank: int, step: int, n: int) -> Tensor:
-    """Return the gradient of parameter k on a rank: quarters, in one case all zero."""
+    """Return the gradient of parameter k: multiples of 1/4, in one case all zero.
+
+    float64 numbers are 2^-30 larger, which smaller types would lose.
+    """
     dice = torch.Generator().manual_seed(100 * k + 10 * step + rank)
     numbers = torch.randint(-99, 100, SHAPES[k], generator=dice).to(TYPES[n]) / 4
     if TYPES[n] == torch.float64:
@@ -307,7 +311,7 @@ def _share(k: int, rank: int, step: int, n: int) -> Tensor:
 def _launches(
     events: list[tuple[str, int]], members: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Describe which buckets were launched between which gradients."""
+    """Return facts about the order of launches, waits and gradients."""
     launched = [k for what, k in events if what == "launch"]
     came = [at for at, (what, _) in enumerate(events) if what == "gradient"]
     late = 0
@@ -357,19 +361,19 @@ PARTS = (  # rows of each microbatch, on each rank
 )
 SENDING = {
     "in_turns": "had the order {order}; expected {micro} times a forward and then its "
-    "backward. Accumulation is there to have one microbatch in memory at a time.",
+    "backward. Accumulation keeps only one microbatch in memory at a time.",
     "quiet": "sent {passes} all-reduces in its microbatches; all but the last should "
     "send nothing. A forward outside of `no_sync` makes its backward send.",
     "sends": "sent {last} all-reduces in the last microbatch; expected one for each of "
     "{buckets} buckets: otherwise the ranks are never averaged.",
-    "no_more": "called {more} more collectives than DDP's own; none is needed.",
-    "untouched": "has another list than before: your function changed the list.",
-    "same_weights": "has other parameters than before; the step is the optimizer's.",
-    "as_before": "left `ddp` in another state than before: {state}. Backwards that "
-    "come later need it as it was.",
-    "right": "has a gradient that is not that of the mean over all rows (in the median "
-    "{ratio:.2f} times as large). How much does a microbatch of few rows count? The "
-    "mean over the ranks is DDP's part.",
+    "no_more": "called {more} collectives beside DDP's own; none is needed.",
+    "untouched": "has a changed list: leave `microbatches` as it is.",
+    "same_weights": "has changed parameters; leave the step to the optimizer.",
+    "as_before": "left `ddp` in another state than before: {state}. Later backwards "
+    "need it as it was.",
+    "right": "has a gradient that is not the gradient of the mean over all rows (in "
+    "the median {ratio:.2f} times as large). How much does a microbatch of few rows "
+    "count? DDP itself averages over the ranks.",
 }
 
 
@@ -377,17 +381,17 @@ SENDING = {
 def check_accumulate(answer: Answer) -> str:
     """`accumulate(ddp, microbatches)`: add up all gradients; average them once.
 
-    Only one microbatch has to send. And what makes the mean over a microbatch's rows a
-    part of the mean over all rows?
+    Only one microbatch has to send. And which factor makes the mean over a
+    microbatch's rows a part of the mean over all rows?
 
-    Multiply each loss by its share of the rows. All microbatches but the last go
-    forward *and* backward inside `no_sync`; the last one, outside of it, averages what
-    has been added up.
+    Multiply each loss by its share of the rows. Run forward *and* backward of all
+    microbatches but the last inside `no_sync`; run the last one outside of it: its
+    backward averages the sum of all gradients.
     """
     for parts in PARTS:
         judge_ranks(SENDING, _accumulate, answer, parts, worlds=[len(parts)])
     return (
-        "1 to 3 real ranks, up to 12 microbatches, equal and unequal ones: the "
+        "1 to 3 real ranks, up to 12 microbatches of equal and unequal sizes: the "
         "gradient of all rows, and nothing was sent before the last microbatch"
     )
 
@@ -488,12 +492,12 @@ def check_repaired(answer: Answer) -> str:
     """`repaired(build_model, data, held_out, path, epochs)`: the script, repaired.
 
     Go through the script line by line, and ask of each: what does it do on rank 3, on a
-    second machine, in the second epoch, and when the file is there already?
+    second machine, in the second epoch, and when the file exists already?
 
-    Choose the GPU by the local rank, first of all; load the file onto it. A sampler
-    divides the rows, and is told the epoch. DDP has averaged already. Seed each rank
-    in its own way once the model is built. One rank writes. All ranks evaluate a share
-    of the held-out rows; sums can be added up over the ranks, means cannot.
+    First choose the GPU by the local rank; load the file onto it. Let a sampler divide
+    the rows, and set its epoch. DDP has averaged already. Seed each rank differently
+    once the model is built. Only one rank writes. Each rank evaluates a share of the
+    held-out rows; sums can be added up over the ranks, means cannot.
     """
     for machines, shape in MACHINES.items():
         with TemporaryDirectory() as folder:
@@ -502,6 +506,6 @@ def check_repaired(answer: Answer) -> str:
         expect(not wrong, f"On {machines}: {(wrong or [''])[0]}{more}")
     return (
         "on two machines with 2 imagined GPUs each, and on one with 3, every rank used "
-        "its own, met its share of the rows in new orders, with masks of its own and "
-        "the mean gradient; one wrote the file, all resumed from it, and all evaluated"
+        "its own GPU, its share of the rows in new orders, its own dropout masks and "
+        "the mean gradient; one rank wrote the file, all resumed from it and evaluated"
     )

@@ -1,4 +1,4 @@
-"""Which gradient of the GPT is in which bucket, and what is sent when. Chapter 05."""
+"""The GPT's gradients in their buckets, and when buckets are sent. Chapter 05."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddp_course.theory.checks import check_choice
 
 MARGIN, LABEL_W, STRIP_W, LEAST = 16, 66, 540, 2.5  # LEAST: a tiny parameter's width
 TOP, ROW, CELL_H = 62, 50, 24
-FILLS = ("#FFFFFF", WHOLE)  # greys of buckets in turns: colours are for ranks
+FILLS = ("#FFFFFF", WHOLE)  # alternate between buckets; colours are for ranks
 
 
 def buckets(
@@ -27,12 +27,12 @@ def buckets(
     """Draw which parameter of the GPT `preset` is in which bucket, and what is sent.
 
     Each layer has a line; the layer that backward reaches first is on top. Widths are
-    proportional to bytes, except those of tiny parameters. Below are the buckets as
-    they are sent. Caps are in MiB. Raises ValueError for an unknown preset and a cap of
-    0 or less. Chapter 05.
+    proportional to bytes, except for tiny parameters. Below are the buckets in the
+    order in which they are sent. Caps are in MiB. Raises ValueError for an unknown
+    preset and a cap of 0 or less. Chapter 05.
     """
     check_choice("the preset", preset, PRESETS)
-    with torch.device("meta"):  # shapes, and no numbers
+    with torch.device("meta"):  # only shapes
         parameters = dict(GPT(PRESETS[preset]).named_parameters())
     plan = bucket_plan(parameters.items(), bucket_cap_mb, first_bucket_mb)
     cells = cells_of(plan)
@@ -141,7 +141,7 @@ LOOKS = {"F": "forward, update", "B": "backward", "sent": "sent", "waits": "wait
 
 
 def schedule(messages: int) -> Run:
-    """Return a step with 1, 2 or 4 messages, which together take the same time."""
+    """Return a step with 1, 2 or 4 messages, which take the same time in total."""
     computes, sends = [Block(0, FORWARD, names=("forward",))], []
     each, free = LAYERS // messages, 0.0  # when the network may send next
     for k in range(LAYERS):

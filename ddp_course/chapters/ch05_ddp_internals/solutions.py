@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 def my_bucket_plan(
     parameters: list[tuple[str, Tensor]], cap: int, first: int
 ) -> list[list[str]]:
-    """Return the buckets: the last registered first, one type each, `first` smaller."""
+    """Return the buckets: last registered first, one type each, capped in bytes."""
     once: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in parameters:
         if parameter.requires_grad and parameter.numel():
@@ -38,14 +38,14 @@ def mini_ddp(
     launch: Callable[[Tensor], dist.Work],
     at_the_end: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Average gradients in every backward: each bucket leaves when it is its turn."""
+    """Average gradients in backward; launch each full bucket when it is its turn."""
     n = dist.get_world_size()
     full = [len(members) for members in buckets]
     missing = list(full)
     under_way: list[tuple[Tensor, dist.Work]] = []
 
     def gradient_is_there(k: int) -> None:
-        if missing == full:  # the first one of this backward
+        if missing == full:  # the first gradient of this backward
             at_the_end(finish)
         missing[k] -= 1
         while len(under_way) < len(buckets) and missing[len(under_way)] == 0:
@@ -73,7 +73,7 @@ def accumulate(ddp: nn.Module, microbatches: list[tuple[Tensor, Tensor]]) -> Non
     """Add up the gradients of all microbatches; only the last one is averaged."""
     rows = sum(len(x) for x, _ in microbatches)
     for x, y in microbatches[:-1]:
-        with ddp.no_sync():  # the forward, too
+        with ddp.no_sync():  # around forward, too: there DDP decides whether to sync
             (ddp(x, y) * len(x) / rows).backward()
     x, y = microbatches[-1]
     (ddp(x, y) * len(x) / rows).backward()
@@ -86,7 +86,7 @@ def repaired(
     path: Path,
     epochs: int,
 ) -> float:
-    """Train up to `epochs` epochs, and return the mean loss of the held-out rows."""
+    """Train up to `epochs` epochs; return the mean loss over the held-out rows."""
     rank, n = dist.get_rank(), dist.get_world_size()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -105,7 +105,7 @@ def repaired(
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     for epoch in range(done, epochs):
         sampler.set_epoch(epoch)
-        torch.manual_seed(n * epoch + rank)  # dropout: other masks on each rank
+        torch.manual_seed(n * epoch + rank)  # different dropout masks on each rank
         for x, y in loader:
             loss = ddp(x.to(device), y.to(device))
             optimizer.zero_grad()

@@ -1,14 +1,14 @@
 """A toy of CUDA's caching allocator: best fit, split and merge. Chapter 06.
 
-It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch for one stream and default
-settings, as read at commit 001074d2 of 2025. Its numbers are those of PyTorch 2.13
+It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch (commit 001074d2, 2025) for
+one stream and default settings, with the numbers of PyTorch 2.13
 (`c10/core/AllocatorConfig.h`):
 
     rounding   a block has a multiple of 512 bytes (`round_size`)
     pools      requests of up to 1 MiB, and larger ones, have separate segments
                (`get_pool`)
-    segments   the driver is asked for 2 MiB for a small request, for 20 MiB for one
-               below 10 MiB, else for the request rounded up to 2 MiB
+    segments   the driver is asked for 2 MiB for a small request, 20 MiB for a larger
+               one below 10 MiB, else the request rounded up to a multiple of 2 MiB
                (`get_allocation_size`)
     best fit   a request gets the smallest free block in which it fits
                (`get_free_block`)
@@ -24,22 +24,23 @@ settings, as read at commit 001074d2 of 2025. Its numbers are those of PyTorch 2
 and 20 MiB. Its last block, which can grow, is taken only if no other block fits. Unlike
 PyTorch's it never returns free pages.
 
-Of two blocks of one size this toy takes the older one, and PyTorch that with the lower
-address. Not modelled: other streams, `max_split_size_mb`, CUDA graphs, time.
+Of two free blocks with the same size this toy takes the one in the older segment,
+PyTorch the one with the lower address. Not modelled: other streams,
+`max_split_size_mb`, CUDA graphs, time.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 MIB = 2**20
-ROUND, SMALL = 512, MIB  # bytes: unit of all requests; the largest small request
+ROUND, SMALL = 512, MIB  # bytes: requests are rounded up to ROUND; up to SMALL is small
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
 LARGE, STEP = 10 * MIB, 2 * MIB  # from LARGE on, a segment is a multiple of STEP
 
 
 @dataclass(eq=False)
 class Block:
-    """A range of a segment; `storage` is the id of the storage in it, None if free."""
+    """A range of a segment; `storage`: the id of the storage in it, None if free."""
 
     nbytes: int
     storage: int | None = None
@@ -47,14 +48,17 @@ class Block:
 
 @dataclass(eq=False)
 class Segment:
-    """Memory from the driver: blocks side by side, from its first byte to its last."""
+    """Memory from the driver, divided into blocks without gaps.
+
+    `small` says whether the segment serves small requests.
+    """
 
     small: bool
     blocks: list[Block]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its blocks."""
+        """Bytes of all blocks."""
         return sum(block.nbytes for block in self.blocks)
 
 
@@ -66,7 +70,7 @@ class CachingAllocator:
     """An allocator that keeps freed memory for later requests.
 
     Args:
-        capacity: bytes that the driver has; None means enough.
+        capacity: bytes that the driver has; None means no limit.
 
     Attributes:
         segments: the memory that was taken from the driver, the oldest first.
@@ -77,7 +81,10 @@ class CachingAllocator:
         self.segments: list[Segment] = []
 
     def malloc(self, storage: int, nbytes: int) -> None:
-        """Assign a block to a storage; split off what the storage does not need."""
+        """Assign a block to a storage, and split off the rest of the block.
+
+        Raises OutOfMemoryError if there is no room.
+        """
         size = rounded(nbytes, ROUND)
         segment, block = self._best_fit(size) or self._new_block(size)
         rest = block.nbytes - size
@@ -117,7 +124,7 @@ class CachingAllocator:
         small = size <= SMALL
         nbytes = SMALL_SEGMENT if small else LARGE_SEGMENT
         nbytes = rounded(size, STEP) if size >= LARGE else nbytes
-        if self._exceeded(nbytes):  # return segments that are wholly free
+        if self._exceeded(nbytes):  # return wholly free segments to the driver
             used = [
                 s for s in self.segments if len(s.blocks) > 1 or s.blocks[0].storage
             ]
@@ -152,7 +159,7 @@ class CachingAllocator:
 
     @property
     def allocated(self) -> int:
-        """Bytes of the blocks that storages have."""
+        """Bytes of all blocks in use."""
         return self.reserved - sum(self.holes)
 
     @property

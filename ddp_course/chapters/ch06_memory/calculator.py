@@ -1,4 +1,4 @@
-"""The memory calculator: what each stage stores on a GPU, and does it fit? Ch. 06."""
+"""The memory calculator: bytes that each stage stores on a GPU, if they fit. Ch. 06."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ORDER = (
     "parameters", "gradients", "optimizer states", "activations",
     "communication buffers", "other",
 )  # fmt: skip
-WIDEST = 3  # memories of a GPU: a bar that is longer is torn off
+WIDEST = 3  # a bar longer than three GPU memories is cut off
 
-# None: nobody can tell, since activations are not known.
+# None: unknown, since the activations are unknown.
 FITS = {True: "fits", False: "does not fit", None: "fits, or not"}
 
 
@@ -42,12 +42,12 @@ def memory_calculator(
     The numbers are those of `theory.plan`. Decimal GB, as GPUs are sold. Chapter 06.
 
     Args:
-        model: a name in `theory.MODELS`, or a number of parameters; then nothing
-            is known of activations and of what stage 3 gathers.
+        model: a name in `theory.MODELS`, or a number of parameters; then activations
+            and the buffers of stage 3 are unknown, and left out.
         optimizer, precision: names as for `theory.model_states`.
         gpus: the number of GPUs.
         memory_gb: the memory of one GPU, in 10^9 bytes.
-        stage: the stage that is spelled out below, 0 (DDP) to 3; None for none.
+        stage: the stage whose sum is written below, 0 (DDP) to 3; None for no stage.
         batch: rows of a microbatch on one GPU.
         recompute: "none", "selective" or "full".
 
@@ -142,7 +142,7 @@ def _spell_out(d: Drawing, row: Any, y: float, amount: Unit) -> None:
 
 
 def _draw_bar(d: Drawing, ledger: Ledger, scale: float, amount: Unit) -> None:
-    """Draw the kinds beside each other, up to the right end of the plot."""
+    """Draw the kinds of memory side by side, up to the right end of the plot."""
     x = 0.0
     for kind in ORDER:
         wide = min(ledger[kind] * scale, PLOT - x)
@@ -152,7 +152,7 @@ def _draw_bar(d: Drawing, ledger: Ledger, scale: float, amount: Unit) -> None:
         short = "" if cut else amount.number(ledger[kind])
         kind_block(d, (x, 0, wide, BAR), kind, short)
         x += wide
-    if ledger.total * scale > PLOT + 0.5:  # torn off
+    if ledger.total * scale > PLOT + 0.5:  # mark the bar as cut off
         for at in (PLOT - 14, PLOT - 7):
             d.line((at - 4, BAR + 4), (at + 4, -4), stroke="#FFFFFF", stroke_width=3)
 

@@ -1,4 +1,4 @@
-"""The exercises of chapter 06: what is kept, how much fits, and a step in backward."""
+"""The exercises of chapter 06: bytes by kind, the largest batch, steps in backward."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Watched = tuple[nn.Module, torch.optim.Optimizer]
 def check_my_ledger(answer: Answer) -> str:
     """`my_ledger(model, optimizer)`: bytes by kind, each storage once.
 
-    Two tensors can share a storage, and a small view keeps a large one. What do you
-    count, and how does it count once?
+    Two tensors can share a storage, and a small view keeps a large storage alive. What
+    do you count, and how do you count it only once?
 
-    Three lists: the parameters, their gradients unless None, the tensors in the
-    optimizer's dictionaries. For each list, keep the untyped storage of every tensor
-    under its address, and add up the bytes of what you have kept.
+    Make three lists: the parameters, their gradients unless None, the tensors in the
+    optimizer's dictionaries. For each list, put the untyped storage of every tensor
+    into a dictionary by its address, and add up the bytes of these storages.
     """
     cases = 0
     for title, look_at, (model, optimizer) in _kept():
@@ -50,45 +50,45 @@ def check_my_ledger(answer: Answer) -> str:
         for kind in COUNTED:
             expect(
                 isinstance(got[kind], int) and got[kind] == right[kind],
-                f"{where} {kind} are {code(one_line(got[kind]))} in yours; they "
-                f"are {right[kind]:,} bytes. {look_at}",
+                f"{where} you count {code(one_line(got[kind]))} bytes of {kind}; "
+                f"expected {right[kind]:,}. {look_at}",
             )
         expect(
             before == _seen(model, optimizer),
-            f"{where} after your function there are other gradients or states than "
-            "before. (Looking up `optimizer.state[parameter]` makes an empty one.)",
+            f"{where} your function changed gradients or states. (Looking up "
+            "`optimizer.state[parameter]` creates an empty state.)",
         )
         again = answer(model, optimizer)
         expect(
             again == got,
-            f"{where} a second call returned {code(one_line(again))}, and the first "
-            f"{code(one_line(got))}; count anew in every call.",
+            f"{where} a second call returned {code(one_line(again))}, the first "
+            f"{code(one_line(got))}; start from 0 in every call.",
         )
     return (
         f"{cases} models: before and after a step, tied, with views, with "
-        "gradients in a bucket, of two types, all in one buffer, of several groups: "
-        "each storage once within its kind, with all its bytes"
+        "gradients in a bucket, with two dtypes, all in one buffer, with several "
+        "groups: each storage once within its kind, with all its bytes"
     )
 
 
 def _kept() -> Iterator[tuple[str, str, Watched]]:
-    """Yield (description, model, optimizer): each hides a difficulty."""
+    """Yield (description, hint, (model, optimizer)); each case hides a difficulty."""
     layer = nn.Linear(5, 3)
     yield (
         "a layer before its first backward",
-        "Where there is no gradient yet, `grad` is None.",
+        "Before the first backward, `grad` is None.",
         (layer, optimizer := MOMENTUM(layer.parameters())),
     )
     layer(torch.ones(1, 5)).sum().backward()
     optimizer.step()
     yield (
         "the same layer after a step",
-        "Count anew in every call.",
+        "Start from 0 in every call.",
         (layer, optimizer),
     )
     yield (
         "a layer after a step of AdamW",
-        "What does it keep in `optimizer.state[parameter]`? All tensors count.",
+        "What does AdamW keep in `optimizer.state[parameter]`? All tensors count.",
         _stepped(nn.Linear(5, 3), torch.optim.AdamW),
     )
     double = nn.Linear(4, 4).double()
@@ -102,7 +102,7 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
     for state in optimizer.state.values():
         state["momentum_buffer"] = state["momentum_buffer"].to(torch.int8)
     yield (
-        "a layer whose optimizer keeps whole numbers of 8 bits",
+        "a layer whose optimizer keeps 8-bit integers",
         "All tensors in `optimizer.state` count.",
         (layer, optimizer),
     )
@@ -138,8 +138,8 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
     )
     yield (
         "a model whose parameters, gradients and states lie in one buffer",
-        "Within its kind a storage counts once, and in another kind once more. A "
-        "number of Python has no storage.",
+        "A storage counts once in each kind that uses it. A Python number has no "
+        "storage.",
         _in_one_buffer(),
     )
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
@@ -149,12 +149,12 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     yield (
-        "a model of which two parameters are trained, each in a group of its own",
-        "Parameters and gradients are the model's; states are those of all groups.",
+        "a model with two trained parameters, each in its own group",
+        "Count the model's parameters and gradients, and the states of all groups.",
         (model, optimizer),
     )
     for name, model, _ in hard_models():
-        once = "Each storage counts once, by all its bytes."
+        once = "Each storage counts once, with all its bytes."
         yield f"a model with {name}", once, _stepped(model, MOMENTUM)
 
 
@@ -185,7 +185,7 @@ def _in_one_buffer() -> Watched:
 
 
 def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the objects that a count must not replace."""
+    """Return the ids of parameters, gradients and states, which must not change."""
     kept: list[Any] = [t for p in model.parameters() for t in (p, p.grad)]
     for parameter, state in optimizer.state.items():
         kept += [parameter, *state.values()]
@@ -199,20 +199,20 @@ CONFIGS = (
     GPTConfig(vocab_size=300, block_size=8, n_layer=1, n_head=1, d_model=24),
     GPTConfig(vocab_size=40, block_size=64, n_layer=3, n_head=8, d_model=16),
 )
-ROWS = (0, 1, 5, 17, 1234)  # the last config: a number per token makes some rows
+ROWS = (0, 1, 5, 17, 1234)  # with 1234, numbers that are kept per token matter, too
 MEASURED = (
-    "forward with {got} rows keeps {kept:,} bytes: {always:,} of them always, and "
-    "{of_a_row:,} for each row, as measured."
+    "as measured, forward with {got} rows keeps {kept:,} bytes: {always:,} for any "
+    "batch, and {of_a_row:,} for each row."
 )
 MISSING = (
-    "Parameters, optimizer states, blocks, head: what is missing?",
+    "Do you count parameters, optimizer states, blocks and head?",
     "You are close: LayerNorms and heads keep a few numbers per token.",
 )
 BATCH = {
     "whole": "returned {shown}; expected a whole number, 0 if not even one row fits.",
     "fits": "says {got} rows, which do not fit: " + MEASURED + " {missing}",
     "all": "says {got} rows, but {rows} would fit: " + MEASURED + " Do you count "
-    "something that is not there at the end of forward?",
+    "tensors that are not alive at the end of forward?",
 }
 
 
@@ -222,10 +222,10 @@ def check_largest_batch(answer: Answer) -> str:
 
     Which bytes do not depend on the number of rows, and which does every row add?
 
-    From the memory take 12 bytes for each parameter: itself and two states. Divide what
-    is left by the activations of one row: this chapter's formula of a block, times the
-    blocks, and that of the head. Round down; less than 0 is 0. (Numbers of positions,
-    made in forward, are kept too, once.)
+    Subtract 12 bytes for each parameter: the parameter and two states. Divide the rest
+    by the activations of one row: this chapter's formula for a block, times the number
+    of blocks, plus the formula for the head. Round down; less than 0 is 0. (The integer
+    positions, created in forward, are kept too, once.)
     """
     for config in CONFIGS:
         always, of_a_row = measured_rows(config)
@@ -241,14 +241,14 @@ def check_largest_batch(answer: Answer) -> str:
             where = f"For {code(str(config))} and {memory:,} bytes, your function"
             judge(where, facts, BATCH)
     return (
-        f"{len(CONFIGS) * (len(ROWS) + 1)} cases, held against real forwards of "
+        f"{len(CONFIGS) * (len(ROWS) + 1)} cases, compared with real forwards of "
         f"{len(CONFIGS)} models under a `MemoryLog`"
     )
 
 
 @cache
 def measured_rows(config: GPTConfig) -> tuple[int, int]:
-    """Return the bytes kept at the end of forward: of any batch, and of each row."""
+    """Return the bytes kept at the end of forward: for any batch, and per row."""
     one, two = (_kept_by_forward(config, rows) for rows in (1, 2))
     return 2 * one - two, two - one
 
@@ -259,7 +259,7 @@ def _kept_by_forward(config: GPTConfig, rows: int) -> int:
     optimizer.zero_grad()
     x = torch.zeros(rows, config.block_size, dtype=torch.int64)
     with MemoryLog(model, optimizer) as log:
-        loss = model(x, x)[1]  # with a name, the logits would be kept, too
+        loss = model(x, x)[1]  # a variable for the logits would keep them, too
         kept = log.moments[-1].ledger.total
     del loss
     return kept
@@ -273,12 +273,12 @@ MAKERS = {
     "AdamW": partial(torch.optim.AdamW, lr=LR),
 }
 STEPPED = {
-    "freed": "parameters still have a gradient when backward has returned, {left} in "
-    "all; set it to None as soon as it is used.",
-    "trained": "after three steps {names} are not what the usual loop gives. Is every "
+    "freed": "{left} parameters still have a gradient when backward has returned; set "
+    "a gradient to None as soon as it is used.",
+    "trained": "after three steps {names} differ from the usual loop's. Is every "
     "parameter stepped once in a step, with its states kept from step to step?",
-    "small": "up to {peak:,} bytes of gradients were there at the same moment; "
-    "expected at most {allowed:,}, two matrices and a bias. Who keeps the others?",
+    "small": "up to {peak:,} bytes of gradients were alive at the same moment; "
+    "expected at most {allowed:,}, two matrices and a bias. What keeps the others?",
 }
 
 
@@ -286,11 +286,11 @@ STEPPED = {
 def check_step_in_backward(answer: Answer) -> str:
     """`step_in_backward(model, make_optimizer)`: no two gradients wait for a step.
 
-    Autograd can call you when a parameter's gradient is complete. What can be done in
-    that moment, with an optimizer of which size?
+    Autograd can call you when a parameter's gradient is complete. What can you do at
+    that moment, and for how many parameters is the optimizer then?
 
-    Make an optimizer for every parameter that is trained, once. In the hook after
-    accumulation let that parameter's optimizer step, then set its gradient to None.
+    Make one optimizer for every trained parameter. In the hook after accumulation let
+    that parameter's optimizer step, then set the gradient to None.
     """
     for name, make in MAKERS.items():
         wanted, _ = _train(make, None)
@@ -306,7 +306,7 @@ def check_step_in_backward(answer: Answer) -> str:
     return (
         "three steps of SGD with momentum and of AdamW, with a tied and a frozen "
         "parameter: the weights of the usual loop bit for bit, and never more than two "
-        "gradients in memory"
+        "matrices' gradients in memory"
     )
 
 
@@ -330,7 +330,10 @@ class _Tower(nn.Module):
 def _train(
     make: Callable, step_in_backward: Answer | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Train three steps, in the usual way or in the reader's."""
+    """Train three steps, in the usual way or with the reader's function.
+
+    Returns the final state and facts about the gradients that were kept.
+    """
     model = _Tower()
     dice = torch.Generator().manual_seed(1)
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -11,9 +11,9 @@ from ddp_course.lab.palette import INK, MUTED, PANEL_EDGE
 
 MARGIN, NAME_W, COLUMN, GAP = 16, 66, 68, 4
 LAYERS = 4
-GRADIENT, ACTIVATION = 14, 30  # their heights in pixels, for each layer
+GRADIENT, ACTIVATION = 14, 30  # heights in pixels, for each layer
 PARAMETERS, STATES = LAYERS * GRADIENT, 2 * LAYERS * GRADIENT  # 4 + 4 + 8 bytes
-BYTE, BOX_H = 46, 34  # the boxes of "16 bytes"
+BYTE, BOX_H = 46, 34  # pixels of a byte's width and of a box's height: "16 bytes"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Moment:
 
     Attributes:
         phase, name: such as "backward" and "layer 2".
-        gradients, activations: the layers of which they are alive, lowest first.
+        gradients, activations: the layers with living gradients or activations, in the
+            order of the column from below.
     """
 
     phase: str
@@ -44,8 +45,8 @@ class Moment:
 def moments(layers: int = LAYERS) -> list[Moment]:
     """Return the memory in use after each operation of a training step.
 
-    Forward leaves a layer's activations behind; backward turns them into its gradients,
-    the last layer first; `zero_grad` frees all gradients.
+    Forward keeps each layer's activations; backward replaces them by gradients, the
+    last layer first; `zero_grad` frees all gradients.
     """
     last = range(layers - 1, -1, -1)
     found = [
@@ -134,7 +135,7 @@ def _draw_height(d: Drawing, top: float, bottom: float) -> None:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Some of a parameter's 16 bytes: how many, of which kind, and what they are."""
+    """Some of a parameter's 16 bytes: their number, kind of memory, and name."""
 
     count: int
     kind: str

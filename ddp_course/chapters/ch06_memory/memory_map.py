@@ -30,15 +30,16 @@ def memory_map(
     expandable: bool = False,
     capacity: int | None = None,
 ) -> Drawing:
-    """Draw a toy allocator's segments and blocks when it has served a log's requests.
+    """Draw a toy allocator's segments and blocks after it has served a log's requests.
 
-    With a capacity, the allocator may stop at the first request that it cannot serve.
+    With a capacity, the drawing shows the allocator at the first request that it cannot
+    serve.
 
     Args:
         requests: `MemoryLog.requests`.
         moment: the number of requests to serve; None means all.
         expandable: draw an `ExpandableAllocator` instead of a `CachingAllocator`.
-        capacity: bytes of the device; None means enough.
+        capacity: bytes of the device; None means no limit.
 
     Raises ValueError for a moment that is not in the log. Chapter 06.
     """
@@ -77,7 +78,7 @@ def memory_map(
 def places(segments: Sequence[Segment]) -> tuple[list[float], float]:
     """Return where each segment begins, in MiB from the first row on, and the end.
 
-    A segment begins a new row if it fits into a row, but not into the rest of this one.
+    A segment begins a new row if it fits into a row, but not into the current row.
     """
     starts, at = [], 0.0
     for segment in segments:
@@ -90,7 +91,7 @@ def places(segments: Sequence[Segment]) -> tuple[list[float], float]:
 
 
 def runs(segment: Segment) -> Iterator[Span]:
-    """Yield the ranges of used blocks; thin neighbours are one range."""
+    """Yield the ranges of used blocks; thin neighbours are joined to one range."""
     begin = end = 0.0
     for block in segment.blocks:
         wide = block.nbytes / MIB
@@ -120,7 +121,7 @@ def _draw_segment(d: Drawing, segment: Segment, start: float, largest: int) -> N
 
 
 def _draw(d: Drawing, span: Span, **look: object) -> None:
-    """Draw a range of memory, in as many rows as it takes."""
+    """Draw a range of memory; continue in the next rows if it is long."""
     begin, end = span
     while end - begin > 1e-9:
         row = int(begin // WIDE)

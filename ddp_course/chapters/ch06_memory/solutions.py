@@ -25,7 +25,7 @@ def my_ledger(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
 
 
 def largest_batch(config: GPTConfig, memory: int) -> int:
-    """Return the most rows: what is left beside parameters and states, by rows."""
+    """Divide the memory left beside parameters and states by the bytes of a row."""
     t, c = config.block_size, config.d_model
     of_a_block = 16 * c + 4 + config.n_head
     of_the_head = 2 * c + 2 + config.vocab_size
@@ -37,7 +37,7 @@ def largest_batch(config: GPTConfig, memory: int) -> int:
 def step_in_backward(
     model: nn.Module, make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer]
 ) -> None:
-    """Step each parameter as soon as its gradient is there, and free the gradient."""
+    """Step each parameter as soon as its gradient is complete; free the gradient."""
     optimizers = {p: make_optimizer([p]) for p in model.parameters() if p.requires_grad}
 
     def step(parameter: Tensor) -> None:

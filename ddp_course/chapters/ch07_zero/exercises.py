@@ -1,4 +1,4 @@
-"""The exercises of chapter 07: who owns what, a step of stage 1, one norm for all."""
+"""The exercises of chapter 07: pieces of parameters, a step of stage 1, a norm."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_rank
 
 @exercise("my_pieces", solution=solutions.my_pieces)
 def check_my_pieces(answer: Answer) -> str:
-    """`my_pieces(numels, rank, world_size)`: tuples (k, first, last) that it owns.
+    """`my_pieces(numels, rank, world_size)`: pieces (k, first, last) that `rank` owns.
 
     Where does your shard begin and end in the long row, and where does parameter k?
 
     Divide the sum of all lengths by the number of ranks, and round up: that is the
     length of a shard. Go along the row and note where each parameter begins. Your piece
-    of it is where both intervals overlap, less that beginning; leave it out if it is
-    empty.
+    of a parameter is the overlap of both intervals, counted from the parameter's
+    beginning; leave an empty piece out.
     """
     hints = {"fits": wrong_pieces, "right": wrong_pieces}
     same_as(answer, solutions.my_pieces, _row, cases=200, hints=hints)
     return (
-        "200 ranks of rows of parameters, among them empty ones and more ranks than "
-        "elements: every element has one owner, and all shards are equally long"
+        "200 cases, some with empty parameters or more ranks than elements: every "
+        "element has one owner, and all shards are equally long"
     )
 
 
@@ -44,7 +44,7 @@ def _row(d: Draw) -> tuple[list[int], int, int]:
 
 
 def wrong_pieces(case: Case) -> str:
-    """Describe the mistake in a rank's pieces, if it is a well-known one."""
+    """Describe the mistake in a rank's pieces."""
     numels, rank, n = case.args.values()
     got, sum_, length = case.got, sum(numels), -(-sum(numels) // n)
     returned = f"returned {code(str(got))};"
@@ -57,7 +57,7 @@ def wrong_pieces(case: Case) -> str:
         if not 0 <= k < len(numels):
             return f"{returned} there is no parameter {k}."
         if first >= last:
-            return f"{returned} {piece} is empty, and should not be there."
+            return f"{returned} {piece} is empty; leave it out."
         if first < 0 or last > numels[k]:
             return (
                 f"{returned} {piece} does not lie in parameter {k}, whose elements are "
@@ -71,9 +71,9 @@ def wrong_pieces(case: Case) -> str:
     left = min(max(sum_ - rank * length, 0), length)
     return (
         f"{returned} {total} elements. The row of {sum_} is padded to {n} shards of "
-        f"{length}; rank {rank}'s is the elements {rank * length} up to "
+        f"{length}; rank {rank}'s shard is the elements {rank * length} up to "
         f"{(rank + 1) * length}, one stretch without gaps, with the parameters in "
-        f"their order; {left} of them are real."
+        f"their order; {left} of its elements are real."
     )
 
 
@@ -88,7 +88,7 @@ STEP = {
     "few": "called {called}; one reduce-scatter and one all-gather are enough, and "
     "every call costs a latency.",
     "memory": "keeps {more} bytes from step to step, beside `weights` and your shard "
-    "of the momentum: sharded in name only.",
+    "of the momentum: then the momentum is sharded in name only.",
 }
 
 
@@ -96,12 +96,13 @@ STEP = {
 def check_sharded_step(answer: Answer) -> str:
     """`sharded_step(weights, gradient, momentum, lr, beta)`: a step of stage 1.
 
-    An all-reduce has two halves. What lies between them for a rank that has its shard
-    of the momentum only?
+    An all-reduce has two halves. What does a rank that has only its shard of the
+    momentum do between them?
 
-    Reduce-scatter the gradient into a tensor as long as `momentum`, and make a mean of
-    it. The new momentum is beta times the old one, plus that mean. From your part of
-    `weights` take lr times it, in place. All-gather the parts into `weights`.
+    Reduce-scatter the gradient into a tensor as long as `momentum`, and divide it by
+    the number of ranks. The new momentum is beta times the old one, plus that mean.
+    Subtract lr times the momentum from your part of `weights`, in place. All-gather the
+    parts into `weights`.
     """
     hint = (
         "Reduce-scatter the gradients into a tensor as long as `momentum`, step your "
@@ -114,8 +115,8 @@ def check_sharded_step(answer: Answer) -> str:
         hint=hint,
     )
     return (
-        "on 1, 2 and 3 real ranks: the weights that the solution comes to, 1/N of the "
-        "momentum on each rank, and not a byte more than DDP sends"
+        "on 1, 2 and 3 real ranks: the solution's weights, 1/N of the momentum on each "
+        "rank, and not a byte more than DDP sends"
     )
 
 
@@ -126,7 +127,7 @@ def _step(d: Draw) -> tuple[Tensor, Tensor, Tensor, float, float]:
     weights = everyones.tensor((part * d.n,), dtype)
     gradient, momentum = d.tensor((part * d.n,), dtype), d.tensor((part,), dtype)
     if d.case % 4 == 1:
-        gradient[:part] = 0  # on all ranks: the first rank's momentum still decays
+        gradient[:part] = 0  # on all ranks; rank 0's momentum must still decay
     # float32 rounds these rates, so a float64 step with rounded rates is wrong.
     return weights, gradient, momentum, d.same.choice([0.3, 1.7]), 0.6
 
@@ -144,11 +145,11 @@ def wrong_step(case: Case) -> str:
     if not equal_values(case.after["weights"][mine], case.right["weights"][mine]):
         return (
             f"has wrong {kind} numbers: your part of `weights` is wrong. Is the "
-            "gradient a mean? Is it your part, and is its momentum kept in place?"
+            "gradient a mean? Is it your part, and is the momentum changed in place?"
         )
     return (
         f"has wrong {kind} numbers: your part of `weights` is right, the others' parts "
-        "are not. Gather the parts after they were stepped, into `weights` itself."
+        "are not. Gather the parts after the step, into `weights` itself."
     )
 
 
@@ -161,7 +162,7 @@ ONE = (
 
 
 def _scaled(case: Case) -> str:
-    """Return the hint: the shards are wrong by rounding, or by more."""
+    """Return the hint for wrongly scaled shards: wrong by rounding, or by more."""
     got, wanted = case.after["shards"], case.right["shards"]
     if equal_values([s.bfloat16() for s in got], [s.bfloat16() for s in wanted]):
         return (
@@ -187,11 +188,11 @@ CLIP = {
 def check_clip_shards(answer: Answer) -> str:
     """`clip_shards(shards, max_norm)`: scale all ranks' shards; return their norm.
 
-    A norm of all is no sum of norms. Which numbers of the ranks may be added up?
+    The norm of all shards is not the sum of norms. Which numbers can ranks add up?
 
     Add up the squares of your shards, in float64, and then over the ranks; a rank
-    without shards brings 0. The root is the norm. Where it is above `max_norm`,
-    multiply all your shards, in place, by `max_norm` divided by the norm.
+    without shards adds 0. The root is the norm. If it is above `max_norm`, multiply all
+    your shards, in place, by `max_norm` divided by the norm.
     """
     same_on_ranks(
         *(answer, solutions.clip_shards, _shards),
@@ -199,12 +200,12 @@ def check_clip_shards(answer: Answer) -> str:
         cases=20,
         watch=["collectives"],
         hints=CLIP,
-        hint="Every rank must call one `dist.all_reduce`, one without shards, too.",
+        hint="Every rank must call one `dist.all_reduce`, even one without shards.",
     )
     return (
-        "60 times on 1 to 3 real ranks, some of them without shards, with large and "
-        "tiny numbers of four types: the norm of all together, the same factor for "
-        "all, and one small all-reduce"
+        "60 cases on 1 to 3 real ranks, some of them without shards, with large and "
+        "tiny numbers of four dtypes: the norm of all shards together, the same factor "
+        "for all ranks, and one small all-reduce"
     )
 
 

@@ -15,7 +15,7 @@ GROUPS = (("parameters", 4), ("gradients", 4), ("optimizer states", 8))  # bytes
 
 @dataclass(frozen=True)
 class Stage:
-    """A ZeRO stage: `sharded` names the kinds of memory that are cut in N parts."""
+    """A ZeRO stage; `sharded` has the kinds of memory that are cut into N parts."""
 
     name: str
     says: str
@@ -23,7 +23,7 @@ class Stage:
 
     @property
     def nbytes(self) -> Fraction:
-        """Bytes that each of four ranks stores for a parameter, in fp32 with Adam."""
+        """Bytes per parameter that each of four ranks stores, in fp32 with Adam."""
         return sum(
             (Fraction(n, RANKS if name in self.sharded else 1) for name, n in GROUPS),
             Fraction(0),

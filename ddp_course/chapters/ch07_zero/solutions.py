@@ -12,7 +12,7 @@ from ddp_course.collectives import all_gather_single, reduce_scatter_single
 def my_pieces(
     numels: list[int], rank: int, world_size: int
 ) -> list[tuple[int, int, int]]:
-    """Cut the row into equal shards; return the parts of parameters in this rank's."""
+    """Cut the row into equal shards; return the parts of parameters in one shard."""
     length = -(-sum(numels) // world_size)  # rounded up
     begin, end = rank * length, (rank + 1) * length
     pieces, start = [], 0  # offset of parameter k in the row
@@ -42,7 +42,7 @@ def clip_shards(shards: list[Tensor], max_norm: float) -> float:
     """Add up squares over shards and ranks; then all ranks scale by the same factor."""
     squares = torch.zeros(1, dtype=torch.float64)
     for shard in shards:
-        squares += shard.double().pow(2).sum()  # a large number's square needs 64 bits
+        squares += shard.double().pow(2).sum()  # a large square overflows 32 bits
     dist.all_reduce(squares)
     norm = squares.sqrt().item()
     if norm > max_norm:

@@ -38,16 +38,16 @@ DURING = {
     "stays whole, and is not gathered again.",
     "not_for_nothing": "unit {unit} is gathered while it is whole: sent for nothing.",
     "was_whole": "unit {unit} is freed, but it is not whole.",
-    "there": "{what} of unit {unit} computes with parameters that are not there: they "
-    "were freed, or never gathered.",
+    "there": "{what} of unit {unit} needs parameters that are not there: they were "
+    "freed, or never gathered.",
     "ahead": "during {what} of unit {unit} the units {whole} are whole or on the way; "
     "expected {wanted}: the next {prefetch} in the order of {what} are gathered ahead.",
     "few": "during {what} of unit {unit} the units {whole} are whole; {more} need not "
     "be: free a unit as soon as it was used, and gather no further ahead.",
     "first": "unit {unit} is gathered after unit {before}, which is needed later; "
-    "messages go one after the other, so what is needed first is gathered first.",
+    "messages go one after the other, so gather the unit that is needed first, first.",
     "freed_first": "unit {unit} is still whole when its gradients are reduced; free it "
-    "first, and their memory has room.",
+    "first, to have room for the gradients.",
 }
 AT_THE_END = {
     "shards": "the units {whole} are whole when the step has ended; between steps each "
@@ -56,8 +56,8 @@ AT_THE_END = {
     "stays from forward to backward if it is kept, and is gathered again if not.",
     "reduced": "the gradients of unit {unit} are reduced {reduces} times; expected "
     "once, after its backward.",
-    "soon": "the gradients of unit {unit} are reduced {when}: they leave when they are "
-    "complete, to make room.",
+    "soon": "the gradients of unit {unit} are reduced {when}: reduce them as soon as "
+    "they are complete, to free their memory.",
 }
 
 
@@ -65,12 +65,12 @@ AT_THE_END = {
 def check_my_schedule(answer: Answer) -> str:
     """`my_schedule(units, prefetch, keep)`: what a rank does in a step, in order.
 
-    Forward and backward do the same in opposite orders. What must be whole before unit
-    k computes, and what of it is whole already?
+    Forward and backward do the same in opposite orders. Which units must be whole
+    before unit k computes, and which of them are whole already?
 
-    Keep the set of whole units, and write one function for both orders: gather of this
-    unit and the next `prefetch` in the order what is not whole; compute; free, except
-    in forward with `keep`; and in backward reduce.
+    Keep the set of whole units, and write one function for both orders: among this unit
+    and the next `prefetch` in the order, gather those that are not whole; compute;
+    free, except in forward with `keep`; and in backward reduce.
     """
     cases = list(itertools.product((3, 1, 2, 5, 12), (0, 1, 3, 11), (False, True)))
     for units, prefetch, keep in cases:
@@ -91,9 +91,8 @@ def check_my_schedule(answer: Answer) -> str:
         for facts in _each_unit(ops, whole, units, keep):
             judge(where, facts, AT_THE_END)
     return (
-        f"{len(cases)} steps, in each of which every unit was whole when it was "
-        "computed with, no more units than needed were whole, and nothing was sent "
-        "twice"
+        f"{len(cases)} steps: each unit was whole when it computed, no more units "
+        "than needed were whole, and nothing was sent twice"
     )
 
 
@@ -151,7 +150,7 @@ def _each_unit(
         at = ops.index(("reduce", unit)) if reduced else -1
         back = ops.index(("backward", unit))
         later = [op for op in ops[back + 1 : at] if op[0] == "backward"]
-        early = "before they are there" if at < back else "only after others' backward"
+        early = "before its backward" if at < back else "only after others' backward"
         yield facts | {"soon": back < at and not later, "when": early}
 
 
@@ -159,7 +158,7 @@ def _each_unit(
 
 WIDTHS = (8, 12, 12)  # the layers are 8 -> 12 and 12 -> 12: one of them is square
 ROWS = 3
-LAYERS = (  # hard part, type, frozen parameters, number of backward passes
+LAYERS = (  # (description, dtype, frozen tensor, number of backward passes)
     ("with two layers", torch.float32, "", 1),
     ("with two layers of float64, twice", torch.float64, "", 2),
     ("with an x that is frozen", torch.float32, "x", 1),
@@ -170,24 +169,24 @@ LINEAR = {
     "way_back": "has no way back to the shard from what your function returns "
     "(`requires_grad` is False): backward cannot reach it. Write a "
     "torch.autograd.Function, and give it the shard.",
-    "output": "has another output than x @ weight.T, with the whole weight.",
-    "freed": "has {kept} bytes of gathered weights alive after forward; it would have "
-    "all layers' weights at the end of it. Do not save the weight: gather it again in "
+    "output": "has an output that is not x @ weight.T, with the whole weight.",
+    "freed": "has {kept} bytes of gathered weights alive after forward; at its end all "
+    "layers' weights would be alive. Do not save the weight: gather it again in "
     "backward.",
     "saved": "does not let go: autograd keeps a tensor of shape {shape}, as large as "
     "the whole weight. Save x and the shard only.",
     "copy": "has {more} bytes more than the outputs alive after forward; the smaller "
-    "of the whole weights has {least}. Who keeps a copy of it?",
+    "of the whole weights has {least}. Which variable keeps a copy of it?",
     "gathers": "gathered {gathered} times in forward and {again} times in backward; "
     "expected twice and twice, once for each layer.",
     "x": "has a wrong gradient of x: it is grad @ weight, and the layers before this "
     "one need it.",
     "reduces": "called reduce_scatter {reduced} times; expected once for each layer "
     "and backward: the gradient of the whole weight, from all ranks' rows.",
-    "frozen": "has a gradient of what is frozen.",
+    "frozen": "has a gradient of a frozen tensor.",
     "mean": "has a wrong gradient of the shard of layer {layer}: {why}.",
     "left": "has {left_over} bytes of gathered weights alive after backward.",
-    "untouched": "has another shard than before: your function changed it.",
+    "untouched": "has a changed shard: your function must not change it.",
     "ours": "called `{others}` of PyTorch; `gather` and `reduce_scatter` are enough.",
 }
 
@@ -199,8 +198,8 @@ def check_sharded_linear(answer: Answer) -> str:
     What can forward save for backward, if no whole weight may live that long?
 
     Save x and the shard. In backward, gather once more for the gradient of x: the
-    output's gradient times the weight. The shard's is the output's gradient,
-    transposed, times x, reduce-scattered and made a mean.
+    output's gradient times the weight. The weight's gradient is the output's gradient,
+    transposed, times x; reduce-scatter it, and divide by the number of ranks.
     """
     hint = "Write a torch.autograd.Function that saves x and the shard."
     judge_ranks(LINEAR, _all_layers, answer, hint=hint)
@@ -217,7 +216,7 @@ def _all_layers(sharded_linear: Callable) -> Iterator[dict[str, Any]]:
 
 
 def _numbers(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return small whole numbers; in float64 thirds, which no narrower type holds."""
+    """Return small whole numbers; in float64, thirds, which narrower types round."""
     dice = torch.Generator().manual_seed(seed)
     numbers = torch.randint(-3, 4, shape, generator=dice).to(dtype)
     return numbers / 3 if dtype == torch.float64 else numbers
@@ -263,7 +262,7 @@ def _two_layers(
 
     for number in range(passes):
         barrier()
-        # Hooks get other tensors than autograd keeps: the second pass has none.
+        # Hooks would be passed other tensor objects: the second pass has no hooks.
         noted = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
         hidden, outputs, before, gathers = x, 0, living_bytes(), tools.gathers
         with nullcontext() if number else noted:
@@ -311,7 +310,7 @@ def _two_layers(
             sums = n > 1 and equal_values(got, own * n)
             why = "this is the sum over the ranks; divide by their number"
             if not sums:
-                why = "it is the mean of all ranks' gradients, of this rank's rows"
+                why = "expected the mean of all ranks' gradients of this rank's shard"
             if passes > 1 and not sums:
                 why += ", and a second backward adds to it"
             return facts | {"mean": False, "layer": k, "why": why}
@@ -321,7 +320,7 @@ def _two_layers(
 # ---- ranks_needed ------------------------------------------------------------------
 
 CASES = (
-    # units, memory, activations
+    # (elements of the units, bytes of memory, bytes of activations)
     ([100, 100, 100, 100], 4000, 500),
     ([100, 100, 100, 100], 1900, 500),
     ([100, 100, 100, 100], 1700, 500),
@@ -342,27 +341,24 @@ CASES = (
 
 @exercise("ranks_needed", solution=solutions.ranks_needed)
 def check_ranks_needed(answer: Answer) -> str:
-    """`ranks_needed(units, memory, activations)`: the least number, or None.
+    """`ranks_needed(units, memory, activations)`: the least number of ranks, or None.
 
-    Given a number of ranks, can you tell whether it fits? Which of the parts shrinks
-    with more of them?
+    For a number of ranks, can you say whether the model fits? Which parts of the memory
+    shrink with more ranks?
 
-    Try 1, 2, 3 and so on. For each, add up: 16 bytes for all elements of this rank's
-    shards, each rounded up; 4 for those of the largest pair of neighbours; 4 for those
-    of the largest unit; the activations. The first sum within `memory` decides.
+    Try 1, 2, 3 and so on. For each, add up: 16 bytes per element of this rank's shards,
+    each shard rounded up; 4 bytes per element of the largest pair of neighbours; 4 per
+    element of the largest unit; the activations. The first sum within `memory` decides.
     """
     hints = {"fits": _wrong_number, "right": _wrong_number}
     same_as(answer, solutions.ranks_needed, _units, cases=120, hints=hints)
-    return (
-        "120 models, among them some that fit on no number of ranks: the least that is "
-        "enough"
-    )
+    return "120 models, some of which fit on no number of ranks"
 
 
 def _units(d: Draw) -> tuple[list[int], int, int]:
-    """Return units and activations; the memory is just enough for some ranks, or not.
+    """Return units, memory and activations; the memory is just enough, or too small.
 
-    The largest unit can be anywhere, also apart from the largest pair of neighbours.
+    The largest unit need not belong to the largest pair of neighbours.
     """
     if d.case < len(CASES):
         units, memory, activations = CASES[d.case]
@@ -382,8 +378,8 @@ def _wrong_number(case: Case) -> str:
         return f"returned {shown(got)}; expected a number of ranks, 1 to 1024, or None."
     if got is not None and wanted is None:
         return (
-            f"returned {shown(got)}, but no number of ranks is enough: what is whole, "
-            "gradients and activations do not get less with more ranks."
+            f"returned {shown(got)}, but no number of ranks is enough: whole units, "
+            "gradients and activations do not shrink with more ranks."
         )
     if got is not None and got < wanted:
         needs = _needs(units, activations, got)

@@ -1,4 +1,4 @@
-"""Stage 3: shards of every unit, and one unit gathered at a time. Chapter 08."""
+"""Stage 3: shards of every unit, and a unit or two gathered at a time. Chapter 08."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _draw_ranks(d: Drawing) -> None:
 
 
 def _draw_unit(d: Drawing, rank: int, unit: int, part: float) -> None:
-    """Draw the part of a unit that `rank` has: a cell for each rank's quarter."""
+    """Draw a unit as `rank` has it: a cell for each rank's quarter."""
     d.rect(0, 0, RANKS * part, ROW, fill="#FFFFFF", stroke=PANEL_EDGE, dashed=True)
     for owner in range(RANKS):
         x, color = owner * part, rank_color(owner)

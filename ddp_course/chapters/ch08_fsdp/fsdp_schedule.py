@@ -1,7 +1,7 @@
 """The schedule of a step of stage 3: as data, and as a drawing. Chapter 08.
 
 A unit is a part of the model that is gathered, used and freed as one: a block of the
-GPT. Times are in the schedule's own measure, a unit's forward being 1.
+GPT. The unit of time is the forward of a unit.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def fsdp_schedule(
     reshard_after_forward: bool = True,
     message: float = 0.7,
 ) -> list[UnitOp]:
-    """Return the operations of a rank's step, by their start; one message at a time.
+    """Return the operations of a rank's step, sorted by their start.
 
-    A message (an all-gather or a reduce-scatter of a unit) takes the time `message`.
-    When a unit begins to compute, the all-gathers of the `prefetch` units after it have
-    been launched. Raises ValueError for less than one unit, a negative prefetch and a
-    message that takes no time. Chapter 08.
+    A message (an all-gather or a reduce-scatter of a unit) takes the time `message`;
+    one message is sent at a time. When a unit begins to compute, the all-gathers of the
+    next `prefetch` units have been launched. Raises ValueError for numbers of units or
+    prefetches out of range, and unless 0 < message <= 4. Chapter 08.
     """
     count("units", units, 1, MOST_UNITS)
     count("prefetch", prefetch, 0, MOST_UNITS)
@@ -70,7 +70,7 @@ def fsdp_schedule(
 
 
 class _Step:
-    """A rank's clocks: when it computes next, when the network is free again."""
+    """A rank's clocks: when it can compute next, when its network is free again."""
 
     def __init__(self, message: float) -> None:
         self.message = message
@@ -93,7 +93,7 @@ class _Step:
                 self.whole[unit] = self.now, arrival
 
     def compute(self, op: str, unit: int, time: float) -> None:
-        """Compute, once the unit has arrived."""
+        """Compute `op` for the time `time`, as soon as the unit has arrived."""
         start = max(self.now, self.whole.get(unit, (0, 0))[1])
         self.now = start + time
         self.ops.append(UnitOp("compute", op, unit, start, self.now))

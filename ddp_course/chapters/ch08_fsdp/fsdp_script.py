@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 4 fsdp_script.py --epochs 3 --checkpoints run
 
-It needs nothing but PyTorch. Put your own in place of `build_model`, `first_numbers`
-and `build_data`. No rank ever has the whole model, nor its whole checkpoint.
+It needs only PyTorch. Replace `build_model`, `first_numbers` and `build_data` by your
+own functions. No rank ever has the whole model or the whole checkpoint.
 """
 
 import argparse
@@ -42,14 +42,14 @@ def main() -> None:
 def train(device: torch.device, epochs: int, batch_size: int, folder: Path) -> None:
     """Train up to `epochs` epochs, from the last checkpoint in `folder`, if any."""
     rank = dist.get_rank()
-    with torch.device("meta"):  # shapes alone: no memory for any number
+    with torch.device("meta"):  # only shapes: no memory for any number
         model = build_model()
     half = torch.bfloat16 if device.type == "cuda" else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    for block in model.blocks:  # a unit is what is gathered together:
+    for block in model.blocks:  # each block is a unit, gathered as one
         fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)  # the rest is the root's
-    model.to_empty(device=device)  # memory, of this rank's shards alone
+    fully_shard(model, mp_policy=policy)  # the other parameters: the root unit
+    model.to_empty(device=device)  # allocates only this rank's shards
     first_numbers(model.named_parameters(), rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after sharding
     done = load(folder, model, optimizer)
@@ -81,7 +81,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict
 def save(
     folder: Path, epochs: int, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Write a checkpoint, a file for each rank; it gets its name when it is whole."""
+    """Write a checkpoint, a file for each rank; rename its folder when it is whole."""
     unfinished = folder / "unfinished"
     dcp.save(states(model, optimizer), checkpoint_id=unfinished)
     if dist.get_rank() == 0:  # `dcp.save` returns when all ranks have written
@@ -130,7 +130,7 @@ class Model(nn.Module):
 
 
 def build_model() -> nn.Module:
-    """Return the model: here without numbers, since it is made on the meta device."""
+    """Return the model; built on the meta device, it has no numbers yet."""
     return Model()
 
 

@@ -16,9 +16,10 @@ NOTES = MappingProxyType(
         "right": "as in one process",
         "refused": "an error that says what to do, at the latest at the first step",
         "per rank": "each rank for its own rows, not as in one process",
-        "waits": "a step behind the others, and in the end for one that has returned",
-        "wrong": "other numbers, and no error",
-        "error": "one of PyTorch's, or of gloo's",
+        "waits": "the rank is a step behind the others, and at the end waits for a "
+        "rank that has returned",
+        "wrong": "wrong numbers, and no error",
+        "error": "an error of PyTorch or of gloo",
         "-": "does not arise",
     }
 )
@@ -80,7 +81,7 @@ def outcome(habit: str, strategy: str) -> str:
 
 
 def habits() -> Markdown:
-    """Return the table, and what its words mean."""
+    """Return the table, with an explanation of its words below it."""
     heads = ["ddp", "zero1, zero2", "zero3", "tp", "pp"]
     heads += [f"PyTorch's `{name}`" for name in STRATEGIES[-2:]]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]

@@ -11,7 +11,10 @@ FORWARD, BACKWARD = 100e-9, 200e-9  # seconds per weight of a matrix
 
 
 def gpt_on_an_imagined_gpu() -> nn.Module:
-    """Return the course's GPT, whose matrices sleep for the time of an imagined GPU."""
+    """Return the course's GPT; each matrix sleeps as long as an imagined GPU computes.
+
+    The sleep is added to the time that the CPU itself takes.
+    """
 
     def compute(layer: nn.Linear, inputs: Any, per_weight: float = FORWARD) -> None:
         time.sleep(per_weight * layer.weight.numel())

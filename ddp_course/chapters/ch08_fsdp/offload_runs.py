@@ -1,4 +1,4 @@
-"""Timed steps with parameters, gradients and states in several places. Chapter 08."""
+"""Timed steps with parameters, gradients and states on device or host. Chapter 08."""
 
 import time
 from collections.abc import Callable
@@ -27,11 +27,11 @@ Trained = tuple[nn.Module, Any]
 
 
 class OffloadRun(NamedTuple):
-    """The results of a rank in `STEPS` steps.
+    """A rank's results of `STEPS` steps.
 
     Attributes:
-        seconds: the shortest step.
-        fetched, stored: bytes from and to the host, in one step.
+        seconds: the seconds of the shortest step.
+        fetched, stored: bytes copied from and to the host, per step.
         state: the parameters after the last step.
     """
 
@@ -66,7 +66,7 @@ WAYS: dict[str, Callable[[nn.Module, HostMemory], Trained]] = {
 
 
 def run_each() -> dict[str, OffloadRun]:
-    """Train a few steps in each way, on this rank alone, on an imagined GPU."""
+    """Train for STEPS steps in each of WAYS, on one rank with an imagined GPU."""
     return {name: _run(make) for name, make in WAYS.items()}
 
 
@@ -90,7 +90,7 @@ def _stepped(fsdp: nn.Module) -> Trained:
 
 
 def seconds_by_formula(on_the_gpu: float, bandwidth: float) -> dict[str, float]:
-    """Return the seconds that `theory` predicts for a step, by way, without the first.
+    """Return {way: the seconds that `theory` predicts for a step}, but not the first.
 
     Args:
         on_the_gpu: measured seconds of a step with everything on the device; a third of

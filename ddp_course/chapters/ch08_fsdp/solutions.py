@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def my_schedule(units: int, prefetch: int, keep: bool) -> list[tuple[str, int]]:
-    """Return what a rank does in a step: gather ahead, compute, free, reduce."""
+    """Return a rank's operations in a step: gather ahead, compute, free, reduce."""
     ops: list[tuple[str, int]] = []
     whole: set[int] = set()
 
@@ -37,12 +37,12 @@ def sharded_linear(
     reduce_scatter: Callable[[Tensor], Tensor],
     world_size: int,
 ) -> Tensor:
-    """Return `x @ weight.T`; between forward and backward there is no whole weight."""
+    """Return `x @ weight.T`; keep no whole weight between forward and backward."""
 
     class Linear(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, shard: Tensor) -> Tensor:
-            ctx.save_for_backward(x, shard)  # and not the weight
+            ctx.save_for_backward(x, shard)  # not the whole weight
             return x @ gather(shard).T
 
         @staticmethod

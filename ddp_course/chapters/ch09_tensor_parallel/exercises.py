@@ -22,7 +22,7 @@ OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
 class _AllReduces:
-    """The all-reduce that the reader's function gets; it records everything sent."""
+    """The all-reduce that the reader's function gets; it records each call's size."""
 
     def __init__(self) -> None:
         self.numels: list[int] = []
@@ -39,7 +39,7 @@ class _AllReduces:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Record the messages of the block: of this all-reduce, and of `others`."""
+        """Record the block's all-reduces, and count other collectives as `others`."""
         self.numels.clear()
         with TorchCollectives() as torchs, ByteMeter() as ours:
             yield
@@ -48,7 +48,7 @@ class _AllReduces:
 
 
 def quarters(seed: int, *shape: int) -> Tensor:
-    """Return small multiples of 1/4: in any order, their sums are never rounded."""
+    """Return random multiples of 1/4: their sums are exact in any order."""
     dice = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 10, shape, generator=dice) / 4
 
@@ -61,25 +61,25 @@ COPY = {
     "same": "was returned {shown}, which is not x: forward changes nothing.",
     "way_back": "was returned a tensor with no way back to x (`requires_grad` is "
     "False): x would get no gradient at all.",
-    "asked": "called `all_reduce` 0 times in backward: the gradient of x is then that "
-    "of this rank's use of it alone. All ranks have used x.",
+    "asked": "called `all_reduce` 0 times in backward: the gradient of x then has only "
+    "this rank's use of x. All ranks have used x.",
     "once": "sent {numels} numbers in backward, by `all_reduce` (and other "
     "collectives: {others}); one all-reduce of the {numel} numbers of x's gradient is "
     "enough, for each copy.",
-    "own": "called the `all_reduce` of another call in backward, which may be that of "
-    "another group. Keep it with the call: in `ctx`, or in a closure.",
+    "own": "called the `all_reduce` of another call in backward, which may belong to "
+    "another group. Keep each call's own: in `ctx`, or in a closure.",
     "sum": "has the mean as the gradient of x; each rank's use of x counts fully, so "
     "it is the sum.",
     "copy": "has summed the gradient of x wherever x is used, as in `x + "
-    "copy_to_ranks(x, all_reduce)`; only what comes back through the copy is summed. A "
-    "hook on x itself sees both.",
-    "right": "has {got} as the gradient of x, and not {wanted}, the sum of what the "
-    "use of the copy on each rank gives, and once what its use beside it gives.",
-    "beside": "has another gradient of b in `y = b + copy_to_ranks(x, all_reduce)`: "
+    "copy_to_ranks(x, all_reduce)`; sum only the gradient that comes back through the "
+    "copy. A hook on x itself sees both.",
+    "right": "has {got} as the gradient of x; expected {wanted}: all ranks' gradients "
+    "through the copy, summed, plus this rank's gradient from other uses of x.",
+    "beside": "has a wrong gradient of b in `y = b + copy_to_ranks(x, all_reduce)`: "
     "autograd hands the same tensor to both. Sum a copy of it.",
-    "again": "has another gradient of x after a second backward through the same "
-    "graph (`retain_graph=True`): what comes back then is summed, too.",
-    "untouched": "has another x: your function changed it.",
+    "again": "has a wrong gradient of x after a second backward through the same "
+    "graph (`retain_graph=True`): sum the gradient in each backward.",
+    "untouched": "has a changed x: leave x as it is.",
 }
 
 
@@ -87,15 +87,15 @@ COPY = {
 def check_copy_to_ranks(answer: Answer) -> str:
     """`copy_to_ranks(x, all_reduce)`: x, whose gradients are summed in backward.
 
-    Forward changes nothing. What has each rank's gradient in backward, and what is
-    missing in it?
+    Forward changes nothing. Which uses of x does a rank's gradient know in backward,
+    and which are missing?
 
-    A `torch.autograd.Function`: forward returns a view of x; backward makes a copy of
-    the gradient that it gets, sums this copy over the ranks, and returns it.
+    Write a `torch.autograd.Function`: forward returns a view of x; backward makes a
+    copy of its incoming gradient, sums this copy over the ranks, and returns it.
     """
     hint = (
         "Write a torch.autograd.Function: what goes forward, and what goes back? In "
-        "backward every rank calls `all_reduce`, also one whose gradient is zero."
+        "backward every rank calls `all_reduce`, even one whose gradient is zero."
     )
     judge_ranks(COPY, _copies, answer, hint=hint)
     return (
@@ -116,15 +116,15 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
     ):
         x = source.clone(memory_format=torch.preserve_format).requires_grad_()
         b = torch.zeros_like(x, requires_grad=True)
-        # How a rank uses x; rank 1's gradient is all zero.
-        fine = 1 + 2**-30 * (x.dtype == torch.float64)  # what no smaller type holds
+        # Factors with which each rank uses x; rank 1's gradient is all zero.
+        fine = 1 + 2**-30 * (x.dtype == torch.float64)  # too fine for smaller types
         uses = [(quarters(r, *x.shape) * (r != 1)).to(x.dtype) * fine for r in range(n)]
         # A strided x has strided gradients.
         uses = [torch.empty_like(source).copy_(use) for use in uses]
-        own = quarters(9, *x.shape).to(x.dtype)  # how all use x beside its copy
-        beside = 1 * b  # one tensor is the gradient of both sides of a sum
-        x_beside = x * own  # before the copies: its gradient is added to theirs
-        called: list[int] = []  # numbers of the calls that used their all-reduce
+        own = quarters(9, *x.shape).to(x.dtype)  # factors of x beside its copy
+        beside = 1 * b  # a sum passes the same gradient tensor to both its sides
+        x_beside = x * own  # before the copies: autograd adds its gradient to theirs
+        called: list[int] = []  # calls of the answer, by number, that all-reduced
         with sums.watched():
             copied, *more = [
                 copy(x, partial(_sum_for, k, called, sums)) for k in range(times)
@@ -138,7 +138,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
             total = torch.stack(uses).sum(0)
             right = total + own
             y = (beside + copied) * uses[rank] + x_beside
-            if times == 2:  # the other copy has another use
+            if times == 2:  # the second copy is used with squared factors
                 y, right = (
                     y + more[0] * uses[rank] ** 2,
                     right + sum(u**2 for u in uses),
@@ -179,28 +179,28 @@ ROW = {
     "bias_once": "has the bias in the output {times:g} times; it is added once.",
     "precise": "has an output that is X @ W.T + bias only roughly: numbers were "
     "rounded to a narrower type than that of x.",
-    "output": "has an output that is not X @ W.T + bias; its columns of X and W give "
-    "one summand of it.",
+    "output": "has an output that is not X @ W.T + bias; the rank's columns of X and W "
+    "give one summand of it.",
     "one_sum": "called `reduce_sum` for {numels} numbers (and other collectives: "
-    "{others}); one of the {numel} numbers of the output is enough.",
-    "trained": "has no gradient of {untrained}. The one of x goes on to earlier "
+    "{others}); one call for the {numel} numbers of the output is enough.",
+    "trained": "has no gradient of {untrained}. The gradient of x goes on to earlier "
     "layers; weight and bias are trained on each rank, or copies drift apart.",
-    "untouched": "has other arguments: your function changed what it was given.",
+    "untouched": "has changed arguments: leave them as they are.",
     "gradients": "has a gradient of {wrong} that is not that of one process ({how}).",
 }
 
 
 @exercise("row_linear", solution=solutions.row_linear)
 def check_row_linear(answer: Answer) -> str:
-    """`row_linear(x, weight, bias, reduce_sum)`: X @ W.T + bias, from parts of both.
+    """`row_linear(x, weight, bias, reduce_sum)`: X @ W.T + bias, from columns of both.
 
-    Is what you compute a part of the output, or a summand of all of it? How often may
-    the bias be in the sum?
+    Does your product contain some elements of the output, or one summand of each
+    element? How often may the bias be in the sum?
 
-    Multiply your columns of x and of the weight, without a bias. Let g sum that over
-    the ranks. Only then add the bias.
+    Multiply your columns of x and of the weight, without a bias. Let g sum the products
+    over the ranks. Only then add the bias.
     """
-    hint = "Each rank has a part of every sum. What has to be added how often?"
+    hint = "Each rank has one summand of every output. How often is the bias added?"
     judge_ranks(ROW, _rows, answer, hint=hint)
     return (
         "1, 2 and 3 real ranks, six sizes, one token: output and all gradients as in "
@@ -243,11 +243,11 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
     for seed, (case, shape, out, kind) in enumerate(ROW_CASES):
         x, weight = quarters(5 + seed, *shape, 4 * n), quarters(6 + seed, out, 4 * n)
         x = x.to(kind)
-        double = kind == torch.float64  # thirds: no type holds them
+        double = kind == torch.float64  # thirds, which smaller types round
         x, near = (x / 3, 1e-9) if double else (x, 1e-5)
         whole = [x, weight.to(kind), (1 + quarters(7 + seed, out).abs()).to(kind)]
         inputs = [whole[0].chunk(n, -1)[rank], whole[1].chunk(n, 1)[rank], whole[2]]
-        copies = [one.clone() for one in whole]  # parts of these are not contiguous
+        copies = [one.clone() for one in whole]  # their parts are not contiguous
         if shape == (2, 3):  # and these tokens lie in another order
             copies[0] = x.transpose(0, 1).contiguous().transpose(0, 1)
         copies = [copies[0].chunk(n, -1)[rank], copies[1].chunk(n, 1)[rank], copies[2]]
@@ -305,15 +305,15 @@ LOSS = {
     "place of {right:.4f}. Exponentials that are added must all be relative to the "
     "same number, and each rank knows the largest logit of its own words only.",
     "loss_right": "has the loss {loss:.9g}; with all words in one place it is "
-    "{right:.9g}. Is it the mean over the tokens? Of each token, which rank has the "
+    "{right:.9g}. Is it the mean over the tokens? For each token, which rank has the "
     "target's logit, and at which place?",
-    "shape": "has a gradient of the shape {got}; expected that of its logits, "
+    "shape": "has a gradient of the shape {got}; expected the shape of its logits, "
     "{wanted}.",
     "gradient_right": "has a gradient that is not (softmax - 1 at the target) / "
     "{tokens}, for its own words.",
-    "untouched": "has other arguments: your function changed what it was given.",
-    "later": "changed the gradient that an earlier call returned: return a tensor of "
-    "its own each time.",
+    "untouched": "has changed arguments: leave them as they are.",
+    "later": "changed the gradient that an earlier call returned: return a new tensor "
+    "each time.",
 }
 
 
@@ -324,13 +324,14 @@ def check_vocab_loss(answer: Answer) -> str:
     Three numbers for each token depend on words that other ranks have. Which?
 
     All-reduce each token's highest logit. Subtract it and take exponentials. All-reduce
-    two numbers: the sum of the exponentials, and the target's logit, for which all
-    ranks but one add 0. A token's loss is the logarithm of the first less the second.
-    Its gradient is the softmax, less 1 at a target of yours, over the number of tokens.
+    two numbers: the sum of the exponentials, and the target's logit, to which all ranks
+    but one contribute 0. A token's loss is the logarithm of that sum minus that logit.
+    Its gradient is the softmax, minus 1 at the target if it is among your words,
+    divided by the number of tokens.
     """
     hint = (
         "Which numbers of the softmax depend on all words? Every rank calls the same "
-        "all-reduces, also one that has none of the targets."
+        "all-reduces, even one that has none of the targets."
     )
     judge_ranks(LOSS, _losses, answer, hint=hint)
     judge_ranks(LOSS, _losses, answer, worlds=[2], nodes=2, hint=hint)

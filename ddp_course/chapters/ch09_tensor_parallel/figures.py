@@ -25,7 +25,7 @@ SAYS = {
 
 
 def cut_products() -> Drawing:
-    """Draw the two ways to cut a matrix product, and both in an MLP. Chapter 09."""
+    """Draw both ways to cut a matrix product, and an MLP with both. Chapter 09."""
     panels = {
         how: CutPicture(cut_product(ROWS, INNER, COLUMNS, RANKS, how), LONGEST)
         for how in ("column", "row", "column then row")

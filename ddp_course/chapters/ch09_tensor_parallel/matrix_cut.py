@@ -33,11 +33,10 @@ ALGORITHMS = {"all-reduce": "all_reduce_ring", "all-gather": "all_gather"}
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of float32 numbers, and how the ranks have it.
+    """A matrix of float32 numbers, and its division among the ranks.
 
     `cut` is "whole": all ranks have all of it; "column" or "row": rank r has the r-th
-    part of the columns or rows; "sum": every rank has a matrix of the full size, and
-    these have to be added.
+    part of the columns or rows; "sum": every rank has a summand of the full size.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Matrix:
         return FLOAT * self.rows * self.columns
 
     def part(self, rank: int, ranks: int) -> tuple[slice, slice]:
-        """Return which rows and which columns `rank` has."""
+        """Return the rows and the columns that `rank` has, as slices."""
         everything = slice(0, self.rows), slice(0, self.columns)
         if self.cut == "row":
             each = self.rows // ranks
@@ -68,7 +67,7 @@ class Message:
 
     op: str
     name: str
-    nbytes: int  # the full matrix
+    nbytes: int  # bytes of the full matrix
 
     def sent(self, ranks: int) -> Fraction:
         """Return the bytes that each rank sends, by the algorithm that sends fewest."""
@@ -80,11 +79,10 @@ Term = Matrix | Message | str
 
 @dataclass(frozen=True)
 class CutProduct:
-    """One product or two, the second of the first's result, shared by `ranks` ranks.
+    """A product, or two in a row, shared by `ranks` ranks.
 
     `terms` are read from the left: matrices, "@", "=", "GELU" (which is "=" after a
-    GELU of every number) and messages. `backward` is what has to be sent for the
-    gradient of X.
+    GELU of every number) and messages. `backward` are the messages of the gradients.
     """
 
     how: str
@@ -104,7 +102,7 @@ class CutProduct:
 
     @property
     def weights(self) -> list[Matrix]:
-        """The weight matrices, which a layer stores."""
+        """The weight matrices: those to the right of an "@"."""
         pairs = zip(self.terms, self.terms[1:], strict=False)
         return [after for term, after in pairs if term == "@"]
 
@@ -120,7 +118,7 @@ TERMS = {  # how -> terms from left to right: matrices with their cuts, and mess
         "Y column, all-gather, Y whole"
     ),
 }
-# The gradients that are summed in backward: each rank's columns give a part of them.
+# Matrices with gradients that are summed in backward: each rank has one summand.
 SUMMED = {"column": "X", "row": "", "column then row": "X", "column then column": "ZX"}
 SHAPES = {  # one product; with two, Y has the shape of X
     "X": ("rows", "inner"),
@@ -210,7 +208,7 @@ def matrix_cut(
 
     For sliders. The arguments are those of `cut_product`: X has `rows` x `inner`
     numbers, W `inner` x `columns`; `how` is "column", "row", "column then row" or
-    "column then column". Raises ValueError for what cannot be cut into equal parts.
+    "column then column". Raises ValueError as `cut_product` does.
     """
     cut = cut_product(rows, inner, columns, ranks, how)
     picture = CutPicture(cut)
@@ -232,12 +230,13 @@ def matrix_cut(
 
 
 class CutPicture:
-    """The rows of all ranks, with headings: (0, 0) is the top left.
+    """A picture of a product with a row for each rank; (0, 0) is the top left.
 
-    `longest` are the pixels of the longest side of a matrix. Sides of equal length are
-    equal; from `CELLS` numbers on, a side that is four times as long is drawn about
-    twice as long, so that small matrices can be seen beside large ones. What is wider
-    than a page goes on in the next line; no line ends with a symbol.
+    `longest` is the length in pixels of a matrix's longest side. Sides with the same
+    number of elements are drawn equally long. If a side has more than `CELLS` elements,
+    a side with four times as many is drawn only about twice as long, so that small
+    matrices can be seen beside large ones. A picture wider than a page continues in the
+    next line; no line ends with a symbol.
     """
 
     def __init__(self, cut: CutProduct, longest: float | None = None) -> None:
@@ -258,7 +257,7 @@ class CutPicture:
                 self.lines.append(last)
             self.lines[-1].append((term, wide))
         self.width = NAME_W + max(sum(w for _, w in line) for line in self.lines)
-        self.line = HEADER + cut.ranks * (self.high + GAP) - GAP  # its height
+        self.line = HEADER + cut.ranks * (self.high + GAP) - GAP  # height of a line
         self.height = len(self.lines) * (self.line + NEXT) - NEXT
 
     def side(self, numbers: int) -> float:
@@ -269,7 +268,7 @@ class CutPicture:
         return self.longest * share
 
     def draw(self, d: Drawing) -> None:
-        """Draw line after line."""
+        """Draw the picture's lines below each other."""
         for number, line in enumerate(self.lines):
             with d.shifted(0, number * (self.line + NEXT)):
                 self._line(d, line)
@@ -377,7 +376,7 @@ def _sends(messages: Sequence[Message], ranks: int) -> str:
 
 
 def in_words(cut: CutProduct) -> str:
-    """Describe the picture."""
+    """Describe the matrices and messages of a product in sentences."""
     has = "; ".join(
         f"{m.name} of {m.rows} × {m.columns} numbers, {IN_WORDS[m.cut]}"
         for m in cut.matrices

@@ -13,9 +13,9 @@ WAITING = "send", "recv", "broadcast"  # functions of torch.distributed
 
 
 def computing(step: Callable[[], Any]) -> list[Event]:
-    """Call `step`; return an event of the lane "compute" for each time between waits.
+    """Call `step`; return an event of lane "compute" for each interval between waits.
 
-    `step` calls the functions named in WAITING as `dist.send` and so on.
+    `step` must call the functions named in WAITING as `dist.send` and so on.
     """
     log, working = EventLog(), ExitStack()
 

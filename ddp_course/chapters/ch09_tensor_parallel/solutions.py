@@ -19,7 +19,7 @@ def copy_to_ranks(x: Tensor, all_reduce: Callable[[Tensor], None]) -> Tensor:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            total = gradient.clone()  # it may be the gradient of others, too
+            total = gradient.clone()  # autograd may pass the same tensor elsewhere
             all_reduce(total)
             return total
 
@@ -29,7 +29,7 @@ def copy_to_ranks(x: Tensor, all_reduce: Callable[[Tensor], None]) -> Tensor:
 def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor, reduce_sum: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return all of X @ W.T + bias, from this rank's columns of X and of W."""
+    """Return the whole X @ W.T + bias from this rank's columns of X and of W."""
     return reduce_sum(F.linear(x, weight)) + bias  # once, after the sum
 
 
@@ -41,12 +41,11 @@ def vocab_loss(
     highest = logits.max(dim=1).values
     all_reduce(highest, "max")
     exponentials = (logits - highest[:, None]).exp()
-    place = targets - words * dist.get_rank()  # in this rank's part, if inside
+    place = targets - words * dist.get_rank()  # index in this rank's part, if inside
     mine = (place >= 0) & (place < words)
     row, column = torch.arange(tokens)[mine], place[mine]
-    sums = logits.new_zeros(
-        2, tokens
-    )  # sums of the exponentials; of the target's logit
+    # row 0: sums of exponentials; row 1: the target's logit, on the rank that has it
+    sums = logits.new_zeros(2, tokens)
     sums[0] = exponentials.sum(dim=1)
     sums[1, mine] = logits[row, column] - highest[mine]
     all_reduce(sums, "sum")

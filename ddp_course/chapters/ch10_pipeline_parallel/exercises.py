@@ -23,7 +23,7 @@ from ddp_course.lab.messages import watched
 
 # ---- my_gpipe ------------------------------------------------------------------------
 
-# stages and microbatches
+# (stages, microbatches)
 PIPELINES = ((2, 3), (1, 2), (3, 1), (4, 4), (3, 7), (2, 12), (11, 2))
 
 
@@ -63,7 +63,7 @@ def check_my_gpipe(answer: Answer) -> str:
 COSTS = (
     ([1, 1, 1, 1], 2),
     ([1, 8, 8, 8, 8, 6], 4),  # a GPT: the embedding costs nearly nothing
-    ([1, 4, 4, 4, 4, 12], 3),  # and with a large vocabulary
+    ([1, 4, 4, 4, 4, 12], 3),  # a GPT with a large vocabulary
     ([5, 5, 2, 3, 5, 5, 2], 3),  # minimising differences or squares gives another cut
     ([7, 2, 5, 10, 8], 2),
     ([9, 1, 1, 1, 1, 1, 1], 3),
@@ -81,16 +81,16 @@ COSTS = (
 def check_my_cut(answer: Answer) -> str:
     """`my_cut(costs, num_stages)`: how many layers each stage has.
 
-    Suppose that you know where the first stage ends. What question is left?
+    Suppose that you know where the first stage ends. Which question remains?
 
-    Try all ways to place the cuts between the layers (`itertools.combinations` has
-    them); each way's most expensive stage is a maximum of sums; return the way with the
-    smallest maximum. A faster way finds the best cut of the layers from k on into s
-    stages from the best cuts into s - 1 stages.
+    Try all ways to place the cuts between the layers (`itertools.combinations` yields
+    them); the cost of a way's most expensive stage is a maximum of sums; return the way
+    with the smallest maximum. A faster method finds the best cut of the layers from k
+    on into s stages from the best cuts into s - 1 stages.
     """
     hints = {"fits": wrong_cut, "right": wrong_cut}
     same_as(answer, solutions.my_cut, _costs, cases=100, hints=hints)
-    return "100 models, each with the smallest possible dearest stage"
+    return "100 models; each one's dearest stage is as cheap as possible"
 
 
 def _costs(d: Draw) -> tuple[list[float], int]:
@@ -144,10 +144,10 @@ STEPS = {
 STEP = {
     "each_once": "called `{way}_in` for the microbatches {order}; each of the {m} has "
     "one {way}.",
-    "in_turn": "went in the order {events}; hand a result on before the next "
-    "microbatch begins.",
-    "flush": "went in the order {events}; in GPipe the forwards of all microbatches "
-    "come before the first backward.",
+    "in_turn": "made the calls {events}; hand a result on before the next microbatch "
+    "begins.",
+    "flush": "made the calls {events}; in GPipe the forwards of all microbatches come "
+    "before the first backward.",
     "same_order": "took the microbatches in the order {numbers}, and another rank in "
     "the order {others}. On NCCL messages have no names and are matched by their "
     "order: gradients would go back through the wrong microbatch.",
@@ -156,17 +156,17 @@ STEP = {
     "none": "handed back {handed} as the gradient of tokens. They are integers and "
     "have none: on the first rank it is None.",
     "own_messages": "sent {sent} messages and called {collectives} collectives; "
-    "expected {wanted} messages, by the four functions that you are given, and nothing "
-    "else.",
-    "mode": "has put the stage into evaluation mode; it trains, with dropout and all.",
+    "expected {wanted} messages, sent by the four functions in the arguments, and "
+    "nothing else.",
+    "mode": "has put the stage into evaluation mode; the stage trains, with dropout.",
     "frozen": "has changed a weight's `requires_grad`; leave frozen weights frozen.",
-    "reached": "has a weight without gradient: backward did not reach it.",
+    "reached": "has a weight without a gradient: backward did not reach it.",
     "added": "has lost what was in `grad` before the step: gradients add up, until the "
     "optimizer's owner calls `zero_grad`.",
     "gradients": "has {got} as a weight's gradient; one process has {right}. Does each "
     "microbatch go back through its own forward, and do all of them add up?",
     "freed": "keeps {left} that autograd has saved when the last backward is "
-    "done. What keeps a graph that is not needed any more?",
+    "done. Which variable keeps a graph that is not needed any more?",
     "freed_in_turn": "keeps {alive} tensors that autograd has saved, after each "
     "backward: one backward should free what one forward has kept.",
 }
@@ -176,8 +176,8 @@ STEP = {
 def check_my_stage_step(answer: Answer) -> str:
     """`my_stage_step(stage, num_microbatches, forward_in, ...)`: GPipe, one stage.
 
-    The graph of a stage begins at what enters it and ends at what leaves it. What gives
-    the input a gradient, and how does backward start in the middle of a network?
+    The graph of a stage begins at its input and ends at its output. What gives the
+    input a gradient, and how does backward start in the middle of a network?
 
     Forwards: take the input and let autograd record for it, unless it is tokens;
     compute; send the output on, detached; keep both. Then, in the same order, call
@@ -185,7 +185,7 @@ def check_my_stage_step(answer: Answer) -> str:
     gradient of the input back. The output of a frozen first stage requires no gradient:
     receive one, and call no backward.
     """
-    hint = "Look at what enters the stage, and at what must leave it."
+    hint = "Look at the tensors that enter the stage and that must leave it."
     judge_ranks(STEP, _steps_on_rank, answer, hint=hint)
     return (
         "pipelines of 1 to 3 real ranks: the gradients of one process, one message for "
@@ -250,7 +250,7 @@ class _Boundaries:
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
         self.tokens, self.outputs, self.m = _tokens(m).to(dtype), {}, m
         self.events: list[tuple[str, int]] = []
-        self.alive: list[int] = []  # saved tensors when a backward has ended
+        self.alive: list[int] = []  # number of saved tensors after each backward
         self.saved: weakref.WeakSet = weakref.WeakSet()
         self.works: list[tuple[Any, Tensor]] = []
         self.graph, self.handed = False, None
@@ -368,11 +368,12 @@ def _step_on_rank(
         "left": f"{left} tensor{'s' * (left > 1)}",
         "alive": alive,
     }
-    return result | {"freed_in_turn": in_turn or not any(alive)}  # or recomputed
+    # `alive` has only zeros if the answer recomputes activations.
+    return result | {"freed_in_turn": in_turn or not any(alive)}
 
 
 def _orders_of(events: list[tuple[str, int]], m: int) -> dict[str, Any]:
-    """Return facts about a rank's actions: whether they are in GPipe's order."""
+    """Return facts about the order of a rank's calls: whether it is GPipe's."""
     facts: dict[str, Any] = {
         "m": m,
         "events": code(" ".join(f"{what}({k})" for what, k in events)),

@@ -19,10 +19,10 @@ STAGE_W, STAGE_H, STAGE_GAP = 132, 40, 44
 
 
 def staircase() -> Drawing:
-    """Draw a model on four ranks, and a batch that passes it whole, or in four parts.
+    """Draw a model on four ranks, and a batch that passes it whole, and in four parts.
 
-    Both drawings share an axis: a stage needs the same time for the batch, cut or not.
-    Chapter 10.
+    Both drawings share an axis: a stage needs the same time for a whole batch as for
+    its four microbatches. Chapter 10.
     """
     times = Costs(*[MICROBATCHES] * 3)  # F, I and W of a whole batch
     whole = works_of(simulate_schedule(named("naive", STAGES, 1), times).events)
@@ -70,14 +70,14 @@ def bubble_curve(
 ) -> Drawn:
     """Draw the bubble against the number of microbatches, a curve for each p.
 
-    `measured` maps a number of ranks p to {number of microbatches m: share of time}; a
-    p without points is a curve alone. `formula` is called with p and m, for m from 1 to
-    `most`. Raises ValueError for a value that is no share.
+    `measured` maps a number of ranks p to {number of microbatches m: share of time}; an
+    empty dictionary yields only a curve. `formula` is called with p and m, for m from 1
+    to `most`. Raises ValueError for a share outside 0 to 1.
     """
     for p, points in measured.items():
         for m, share in points.items():
             if not 0 <= share <= 1:
-                raise ValueError(f"p = {p}, m = {m}: {share} is no share of time")
+                raise ValueError(f"p = {p}, m = {m}: share {share} is not in 0 to 1")
     figure, axes = canvas((7, 3.6))
     ms = range(1, most + 1)
     for p, points in measured.items():

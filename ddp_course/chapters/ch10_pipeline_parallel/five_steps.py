@@ -24,7 +24,11 @@ Trained = tuple[dict[str, tuple[Tensor, Tensor]], float]  # {name: (p, p.grad)},
 def five_steps(
     model: nn.Module, step: Callable[..., object], clip: Callable, rows: int
 ) -> Trained:
-    """Train `model` by AdamW; return its parameters, last gradients and their norm."""
+    """Train `model` with AdamW; return its parameters, last gradients and their norm.
+
+    `step(x, y)` runs forward and backward; `clip` clips the gradients and returns their
+    norm.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for k in range(5):
         optimizer.zero_grad()
@@ -50,10 +54,10 @@ def staged(microbatches: int, config: GPTConfig = SMALL, rows: int = 8) -> Train
 def same(
     ranks: Sequence[Trained], one: dict[str, tuple[Tensor, Tensor]], norm: float
 ) -> bool:
-    """Return whether the ranks have all parameters of one process, with its values.
+    """Return whether the ranks together have all parameters of one process.
 
-    Raises AssertionError for a parameter, a gradient or a norm that is too far from
-    that of one process.
+    Raises AssertionError if a parameter, a gradient or a norm differs too much from
+    one process's.
     """
     for its_state, its_norm in ranks:
         for name, (parameter, gradient) in its_state.items():

@@ -12,7 +12,10 @@ from ddp_course.pipeline import PipelineParallel, PipelineRecorder, VirtualTime
 def recorded_steps(
     sizes: list[int], virtual: bool, microbatches: int = 8
 ) -> list[list[Event]]:
-    """Return the events of this rank in three steps of the GPT by GPipe, after two."""
+    """Return this rank's events in three steps of the GPT by GPipe, after two others.
+
+    `sizes` are the layers of each stage; `virtual` selects the fair clock.
+    """
     recorder = VirtualTime() if virtual else PipelineRecorder()
     options = {"sizes": sizes, "recorder": recorder}
     pipeline = PipelineParallel(build_gpt("1m"), "gpipe", microbatches, **options)

@@ -23,7 +23,7 @@ def my_cut(costs: list[float], num_stages: int) -> list[int]:
     @cache
     def best(first: int, stages: int) -> tuple[float, list[int]]:
         """Return (cost of the worst stage, sizes) of the best cut from `first` on."""
-        last = len(costs) - stages + 1  # one layer at least for each of the others
+        last = len(costs) - stages + 1  # leave a layer for each other stage
         if stages == 1:
             return before[-1] - before[first], [len(costs) - first]
         found = []
@@ -44,7 +44,7 @@ def my_stage_step(
     backward_in: Callable[[int], Tensor],
     backward_out: Callable[[int, Tensor | None], None],
 ) -> None:
-    """Run a stage through a step of GPipe; autograd ends at both of its boundaries."""
+    """Run a stage's step of GPipe; autograd's graph ends at both of its boundaries."""
     kept = []
     for k in range(num_microbatches):
         x = forward_in(k)

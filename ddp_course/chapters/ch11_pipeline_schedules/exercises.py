@@ -1,4 +1,4 @@
-"""The exercises of chapter 11: an order, a place for every W, who waits for ever."""
+"""The exercises of chapter 11: an order, a place for every W, ranks in a deadlock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_course.pipeline.schedule import Action, Schedule
 
 # ---- my_one_f_one_b ----------------------------------------------------------------
 
-# Ranks and microbatches.
+# (ranks, microbatches)
 SHAPES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 1), (2, 12))
 
 
@@ -27,8 +27,8 @@ def check_my_one_f_one_b(answer: Answer) -> str:
     How many microbatches may be in flight on rank r, and which action makes them fewer?
 
     Count the forwards and backwards so far. While forwards are left, and fewer
-    microbatches are in flight than there are ranks from this one to the last, take a
-    forward; otherwise take a backward.
+    microbatches are in flight than ranks from this one to the last, take a forward;
+    otherwise take a backward.
     """
     for p, m in SHAPES:
         rows = []
@@ -42,34 +42,34 @@ def check_my_one_f_one_b(answer: Answer) -> str:
             expect(
                 kept <= least,
                 f"{where} rank {rank} has {kept} microbatches in flight at a time; "
-                f"{least} are enough to keep it busy. Go backward as soon as so many "
+                f"{least} are enough to keep it busy. Go backward as soon as {least} "
                 "are in flight.",
             )
         orders.judge_bubble(where, simulated, Fraction(p - 1, m + p - 1), "GPipe's")
     orders.judge_training([answer(rank, 4, 8) for rank in range(4)])
     return (
         f"{len(SHAPES)} pipelines: legal, GPipe's bubble, activations of min(m, p - r) "
-        "microbatches; and 4 real ranks trained by your order, with the gradients of "
+        "microbatches; and 4 real ranks trained in your order, with the gradients of "
         "one process"
     )
 
 
 # ---- place_weights -----------------------------------------------------------------
 
-# As many microbatches as ranks, or more.
+# (ranks, microbatches), with at least one microbatch per rank
 SPLIT = ((2, 3), (4, 8), (3, 3), (4, 5), (1, 2), (5, 9), (2, 12))
 
 
 @exercise("place_weights", solution=solutions.place_weights)
 def check_place_weights(answer: Answer) -> str:
-    """`place_weights(row, rank)`: the row with its W's, where a rank would wait.
+    """`place_weights(row, rank)`: the row with a W for each I, where the rank waits.
 
-    No rank waits for a W, so it can fill a gap; but until it is done, its activation is
-    kept. How many W's may rank r postpone without keeping more than rank 0?
+    No rank waits for a W, so a W can fill a gap; but until it is done, its activation
+    is kept. How many W's may rank r postpone without keeping more than rank 0?
 
-    Keep a list of W's that are due. Each I adds its own; when there are more than
-    `rank` of them, put the oldest into the row at once. Put those that are left at
-    the end of the row.
+    Keep a list of W's that are due. Each I adds its own W; when more than `rank` are
+    due, put the oldest into the row at once. Put the remaining W's at the end of the
+    row.
     """
     for p, m in SPLIT:
         rows = _placed(answer, p, m)
@@ -78,9 +78,9 @@ def check_place_weights(answer: Answer) -> str:
         for rank, kept in enumerate(simulated.peak_activations):
             expect(
                 kept <= p,
-                f"{where} rank {rank} keeps what {kept} microbatches need, from F to "
-                f"W; 1F1B's rank 0 has {p}, and that is enough here. Do not put off "
-                "more W's than the rank has to wait.",
+                f"{where} rank {rank} keeps the activations of {kept} microbatches "
+                f"from F to W; {p}, as on 1F1B's rank 0, are enough. Do not postpone "
+                "more W's than fit into the rank's waiting time.",
             )
         share = Fraction(p - 1, 3 * m + p - 1)
         orders.judge_bubble(where, simulated, share, "zero-bubble's")
@@ -88,7 +88,7 @@ def check_place_weights(answer: Answer) -> str:
     return (
         f"{len(SPLIT)} pipelines: legal, the order of F and I unchanged, bubble "
         "(p-1)(F+I-W), no more activations than 1F1B's rank 0; and 4 real ranks "
-        "trained by it, with the gradients of one process"
+        "trained in this order, with the gradients of one process"
     )
 
 
@@ -104,8 +104,8 @@ def _placed(answer: Answer, p: int, m: int) -> Rows:
         orders.judge_row(call, row, rank, "FIW")
         expect(
             [action for action in row if "W" not in action] == before,
-            f"{call} returned {code(one_line(row))}; without its W's that should be "
-            "the row that was given, in its order: others wait for F and I.",
+            f"{call} returned {code(one_line(row))}; without its W's it should equal "
+            "the argument `row`: other ranks wait for F and I.",
         )
         rows.append(row)
     return rows
@@ -118,14 +118,14 @@ CHANGED = 66  # schedules in which two actions are exchanged, or one is missing
 
 @exercise("who_waits", solution=solutions.who_waits)
 def check_who_waits(answer: Answer) -> str:
-    """`who_waits(rows)`: where each rank stands for ever; nothing if all can end.
+    """`who_waits(rows)`: {rank: the action at which it waits for ever}, or {}.
 
     Time does not matter. What can each rank do now, and when does nothing change any
     more?
 
-    Keep the set of finished actions, and a place in each row. Let every rank go on
-    while its next action can run: an F needs the same microbatch's F one stage below; a
-    B needs its own F, and the B one stage above unless it is the last stage. Repeat
+    Keep the set of finished actions, and a position in each row. Let every rank go on
+    while its next action can run: an F needs the same microbatch's F one stage earlier;
+    a B needs its own F, and the B one stage later unless it is the last stage. Repeat
     until no rank moves: a rank that is not at its end waits there for ever.
     """
     count = 0
@@ -139,14 +139,13 @@ def check_who_waits(answer: Answer) -> str:
         expect(
             isinstance(got, dict),
             f"{where} your function returned {code(one_line(got))}; expected a "
-            "dictionary: rank -> the action at which it stands.",
+            "dictionary: rank -> the action at which it waits for ever.",
         )
         _judge(where, got, wanted, rows)
         count += 1
     return (
-        f"{count} schedules, from naive to interleaved, as they should be, with two "
-        "actions exchanged, and with one missing: who stands where, and who comes to "
-        "the end"
+        f"{count} schedules, from naive to interleaved: correct ones, and some with "
+        "two actions exchanged or one missing"
     )
 
 
@@ -156,28 +155,28 @@ def _judge(where: str, got: dict[int, str], wanted: dict[int, str], rows: Rows) 
         if its is None:
             expect(
                 rank not in got,
-                f"{where} rank {rank} stands at {code(one_line(mine))}, you say; but "
+                f"{where} rank {rank} waits at {code(one_line(mine))}, you say; but "
                 "it comes to its end, and is not named. Look at a rank again whenever "
-                "another one has gone on.",
+                "another rank has gone on.",
             )
         elif mine != its:
             needs = " and ".join(map(str, _needs(Action.parse(its), rows)))
             said = code(one_line(mine)) if mine else "that it comes to its end"
             expect(
                 False,
-                f"{where} rank {rank} stands at {code(its)} for ever, which needs "
+                f"{where} rank {rank} waits for ever at {code(its)}, which needs "
                 f"{needs}; you say {said}.",
             )
     more = sorted(set(got) - set(range(len(rows))))
-    expect(not more, f"{where} you name ranks {more}, which there are not.")
+    expect(not more, f"{where} you name ranks {more}, which do not exist.")
 
 
 def _schedules() -> Iterator[tuple[str, Rows]]:
-    """Return {description: schedule}, legal and illegal ones."""
+    """Yield (description, rows of a schedule), legal and illegal ones."""
     examples = [naive(3, 2), gpipe(2, 3), one_f_one_b(4, 6), interleaved(2, 4, 2)]
     examples += [gpipe(1, 2), one_f_one_b(2, 12), gpipe(12, 1)]
     for schedule in examples:
-        yield f"{schedule.name} as it should be", _rows(schedule)
+        yield f"the correct {schedule.name}", _rows(schedule)
         yield f"{schedule.name} with the ranks in reverse order", _rows(schedule)[::-1]
     dice = random.Random(0)
     for number in range(CHANGED):

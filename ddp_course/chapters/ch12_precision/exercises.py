@@ -1,4 +1,4 @@
-"""The exercises of chapter 12: bits, copies, a scale, and one decision for all."""
+"""The exercises of chapter 12: bits, copies, a scale, and a step of all ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ddp_course.precision import FORMATS, bits_of
 NUMBERS = (1.0, -2.5, 0.1, 60000.0, 3e-5, -7e-6, 2.0**-14, 0.0)
 SPECIAL = {
     "0 11111 0000000000": "the largest exponent, with a fraction of 0, is inf",
-    "1 11111 0000000000": "the sign is that of the infinity",
+    "1 11111 0000000000": "the sign is the sign of the infinity",
     "0 11111 0000000001": "the largest exponent, with another fraction, is nan",
-    "0 00000 0000000001": "an exponent of 0 means 0 + F / 2^f, not 1 +, with the "
-    "power of an exponent of 1",
+    "0 00000 0000000001": "an exponent of 0 means 0 + F / 2^f, not 1 + F / 2^f, with "
+    "the power of exponent 1",
 }
 BITS = {
-    bits_of(number, FORMATS[name]): f"it is what {name} keeps of {number:g}"
+    bits_of(number, FORMATS[name]): f"it is {number:g}, rounded to {name}"
     for name in ("fp16", "bf16", "fp32", "fp8 e5m2")
     for number in NUMBERS
 } | SPECIAL
@@ -36,11 +36,12 @@ BITS = {
 def check_from_bits(answer: Answer) -> str:
     """`from_bits(sign, exponent, fraction)`: the number that these bits mean.
 
-    Which two exponents mean something else than all the others?
+    Which two exponents have a special meaning?
 
-    Read both parts as whole numbers, and divide the fraction by two to the power of its
-    length. The bias is the number whose bits are a 0 and then ones. An exponent of all
-    zeros has no leading one, and the same power as exponent 1. All ones: inf, or nan.
+    Read exponent and fraction as whole numbers, and divide the fraction by two to the
+    power of its length. The bias is the number whose bits are a 0 and then ones. An
+    exponent of all zeros has no leading one, and the same power as exponent 1. All
+    ones: inf, or nan.
     """
 
     def why(case: Case) -> str:
@@ -55,8 +56,8 @@ def check_from_bits(answer: Answer) -> str:
     hints = {"right": why, "fits": why}
     same_as(answer, solutions.from_bits, _bits, cases=300, exact=True, hints=hints)
     return (
-        "300 numbers, in four formats that there are and in others with 2 to 11 bits "
-        "of exponent, inf of both signs, nan, and the smallest number that float16 has"
+        "300 numbers, in four real formats and in others with 2 to 11 exponent bits, "
+        "inf of both signs, nan, and the smallest positive number of float16"
     )
 
 
@@ -65,7 +66,7 @@ def _bits(d: Draw) -> tuple[str, str, str]:
         sign, exponent, fraction = list(BITS)[d.case].split()
         return sign, exponent, fraction
     e, f = d.same.randint(2, 8), d.same.randint(1, 23)
-    if d.case % 5 == 0:  # more bits, up to those of float64
+    if d.case % 5 == 0:  # more bits, up to float64's
         e, f = d.same.randint(9, 11), d.same.randint(24, 52)
     ends = ["0" * e, "1" * e, None, None, None]
     exponent = d.same.choice(ends) or "".join(d.same.choices("01", k=e))
@@ -80,14 +81,15 @@ def _bits(d: Draw) -> tuple[str, str, str]:
 def check_master_step(answer: Answer) -> str:
     """`master_step(parameters, masters, lr)`: a step of SGD on copies in 32 bits.
 
-    Where are small steps added up, and what does the model compute with afterwards?
+    Where do small steps add up, and with which numbers does the model compute
+    afterwards?
 
-    Bring each gradient to 32 bits first, and multiply then. Subtract in place from the
-    copy. Write the copy, rounded, into the parameter, in place, too. A parameter
+    Convert each gradient to 32 bits before you multiply. Subtract in place from the
+    copy. Then write the rounded copy into the parameter, also in place. A parameter
     without a gradient keeps its numbers, and so does its copy.
     """
     hints = {"in_place": wrong_master, "kept": wrong_master}
-    # With powers of two no product is rounded, and every bit of the sum can be judged.
+    # With lr a power of two no product is rounded: every bit of the sum can be judged.
     for exact, lrs in ((False, (1e-3, 0.3)), (True, (0.25, 1.0))):
         same_as(
             *(answer, solutions.master_step, partial(_parameters, lrs=lrs)),
@@ -104,7 +106,7 @@ def check_master_step(answer: Answer) -> str:
 
 
 def _judge_storage(answer: Answer) -> None:
-    """Raise a Hint unless a buffer changes with the parameters that lie in it."""
+    """Raise a Hint unless the answer changes the buffer that holds the parameters."""
     buffer = torch.ones(6, dtype=torch.bfloat16)
     parameters = [nn.Parameter(part) for part in buffer.view(2, 3)]
     masters = [parameter.detach().float() for parameter in parameters]
@@ -115,7 +117,7 @@ def _judge_storage(answer: Answer) -> None:
         equal_values(buffer, torch.full_like(buffer, 0.5)),
         "For parameters that lie in one buffer, the buffer has not changed: "
         "`parameter.data = ...` gives a parameter another storage. Copy the numbers "
-        "into the one it has.",
+        "into the parameter's own storage.",
     )
 
 
@@ -132,7 +134,7 @@ def _parameters(
         parameter = nn.Parameter(numbers.to(dtype))
         if not none and (d.same.random() < 0.7 or not parameters):
             parameter.grad = (d.tensor(shape, torch.float32) / 300).to(dtype)
-            if d.case % 10 == 9 and shape:  # a plain step need not check for inf
+            if d.case % 10 == 9 and shape:  # this step does not check for inf
                 parameter.grad[:1] = math.inf
         parameters.append(parameter)
         # Without a gradient the copy is off by 1, which shows if it is rounded anyway.
@@ -141,7 +143,7 @@ def _parameters(
 
 
 def wrong_master(case: Case) -> str:
-    """Name the first of the parameters, copies and gradients that is not right."""
+    """Describe the first wrong parameter, copy or gradient."""
     names = "parameters", "masters"
     olds = zip(*(case.args[name] for name in names), strict=True)
     news = zip(*(case.after[name] for name in names), strict=True)
@@ -181,15 +183,16 @@ def wrong_master(case: Case) -> str:
 def check_next_scale(answer: Answer) -> str:
     """`next_scale(scale, clean, found, interval)`: the new scale, and the new count.
 
-    When does the count of clean steps begin anew?
+    When does the count of clean steps restart at 0?
 
     After an inf: half the scale, and a count of 0. Otherwise add 1 to the count; if it
-    reaches the interval, twice the scale, and a count of 0.
+    reaches the interval: twice the scale, and a count of 0.
     """
 
     def why(case: Case) -> str:
         because = (
-            f"{case.args['clean'] + 1} clean in a row now, of {case.args['interval']}"
+            f"now {case.args['clean'] + 1} steps in a row are clean, of "
+            f"{case.args['interval']}"
         )
         if case.args["found"]:
             because = "an inf was found"
@@ -199,7 +202,8 @@ def check_next_scale(answer: Answer) -> str:
     hints = {"right": why, "fits": why}
     same_as(answer, solutions.next_scale, _scale, cases=200, hints=hints)
     return (
-        "200 steps, a third of them with inf, for scales of 2^-20 to 2^30 and between"
+        "200 steps, a third of them with inf, for scales from 2^-20 to 2^30, not only "
+        "powers of two"
     )
 
 
@@ -213,29 +217,29 @@ def _scale(d: Draw) -> tuple[float, int, bool, int]:
 # ---- agreed_step -------------------------------------------------------------------
 
 FEW = (
-    "called {called}, and wrote {written:,} bytes; at most two all_reduces of a number "
-    "each are needed."
+    "called {called}, and wrote {written:,} bytes; at most two all_reduces, each of "
+    "one number, are needed."
 )
 WEIGHTS = (
-    "left weights of {got_in_place}; expected {wanted_in_place}. First divide by the "
+    "left the weights {got_in_place}; expected {wanted_in_place}. First divide by the "
     "scale, then take the norm of all ranks' gradients, then clip if it is above "
     "`max_norm`; change the weights in place."
 )
 
 
-def _not_made(case: Case) -> str:
-    """Describe a wrong result; finite gradients may have a sum that is inf."""
+def _wrong_verdict(case: Case) -> str:
+    """Describe a wrong verdict; finite gradients may have a sum that is inf."""
     found = f"returned {shown(case.got)}; expected {shown(case.wanted)}"
     if case.wanted is True and case.got is False:
         return (
             f"{found}: no gradient of any rank is inf or nan. In 32 bits, sums and "
-            "squares of large ones may be."
+            "squares of large gradients may be inf."
         )
-    return f"{found}: whether the step was made, by all ranks or by none."
+    return f"{found}: return whether all ranks step (True) or none (False)."
 
 
 STEP = {
-    "right": _not_made,
+    "right": _wrong_verdict,
     "in_place": WEIGHTS,
     "kept": WEIGHTS,
 }
@@ -247,13 +251,13 @@ EVERYWHERE, LARGE = 4, 7  # cases: inf on all ranks; large numbers, whose sum is
 def check_agreed_step(answer: Answer) -> str:
     """`agreed_step(weights, gradients, scale, max_norm, lr)`: all ranks step, or none.
 
-    Each rank has shards. Which two things can one rank alone not know?
+    Each rank has shards. Which two facts does no rank know by itself?
 
-    Divide your gradients by the scale. Add up their squares in float64, which holds
-    every square of a float32, then over the ranks: the root is the norm of all, and it
-    is neither inf nor nan only if no gradient of any rank is. If so, take lr times the
-    gradients from the weights, in place, scaled down if the norm is above `max_norm`. A
-    rank without shards takes part, too.
+    Divide your gradients by the scale. Add up their squares in float64, in which no
+    square of a float32 overflows, then over the ranks. The root is the norm of all
+    gradients; it is finite only if every gradient of every rank is. If it is finite,
+    subtract lr times the gradients from the weights, in place, scaled down if the norm
+    is above `max_norm`. A rank without shards takes part, too.
     """
     same_on_ranks(
         *(answer, solutions.agreed_step, _shards),
@@ -263,21 +267,20 @@ def check_agreed_step(answer: Answer) -> str:
         free=["gradients"],
         most_calls=2,
         hints=STEP | dict.fromkeys(("few", "least", "library", "bytes"), FEW),
-        hint="Every rank calls the same all_reduce, also one without gradients.",
+        hint="Every rank calls the same all_reduce, even a rank without gradients.",
     )
     return (
-        "51 cases on 1, 2 and 3 real ranks: inf or nan on one rank, in any place, "
-        "holds all of them back; all clip by the one norm of gradients without scale"
+        "51 cases on 1, 2 and 3 real ranks: inf or nan anywhere on one rank holds all "
+        "ranks back; all clip by the same norm, that of the unscaled gradients"
     )
 
 
 def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
-    """Return shards of weights and gradients; in every third case, one inf or nan.
+    """Return shards of weights and gradients, scale, max_norm and lr.
 
-    In one of these cases it is on all ranks; in another one all numbers of a tensor are
-    finite, and their sum is not.
-
-    The largest norm that is allowed lies above or below the norm of all ranks.
+    In every third case one rank has an inf or nan; in case EVERYWHERE all ranks have
+    one, and in case LARGE all numbers are finite but a tensor's sum is not. `max_norm`
+    lies above or below the norm of all ranks' gradients.
     """
     everyones = [_gradients(Draw(d.case, r, d.n)) for r in range(d.n)]
     norm = math.sqrt(sum(g.square().sum() for gs in everyones for g in gs))
@@ -298,9 +301,10 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
 
 
 def _gradients(d: Draw) -> list[Tensor]:
-    """Return one to three gradients; from case 2 on, empty ones, or none on a rank.
+    """Return one to three gradients; from case 2 on, one rank has none.
 
-    In case 3 they are so large that the byte count shows whether a rank sends them.
+    From case 2 on gradients can be empty. In case 3 they are so large that the byte
+    count shows whether a rank sends them.
     """
     shapes = [(2,), (1,), (3,), (0,), (2, 3)][: 3 if d.case < 2 else 5]
     if d.case == 3:

@@ -26,7 +26,7 @@ STEP = (
 
 
 def _draw_bits(d: Drawing, format: Format, digits: str = "") -> None:
-    """Draw a format's bits from (0, 0) on, each with its digit, if they are given."""
+    """Draw a format's bits from (0, 0) on, with the `digits` in them, if any."""
     widths = (1, format.exponent, format.fraction)
     parts = [p for p, n in zip(PARTS, widths, strict=True) for _ in range(n)]
     for k, part in enumerate(parts):
@@ -97,7 +97,7 @@ def taken_apart(digits: float = 1.1, power: int = 0, format: str = "fp16") -> Dr
 
 @plot
 def exponents(values: Mapping[str, Tensor], format: str = "fp16") -> Drawn:
-    """Draw histograms of numbers' exponents, and the part that a format loses.
+    """Draw histograms of numbers' exponents, and mark the range that a format loses.
 
     `values` maps at most three names to tensors of any shape; zeros do not count.
     Raises ValueError for a name that is not in FORMATS.
@@ -135,7 +135,7 @@ def exponents(values: Mapping[str, Tensor], format: str = "fp16") -> Drawn:
 
 
 def lost_in(values: Tensor, format: Format) -> tuple[float, float]:
-    """Return the share of non-zero numbers that become 0, and that keep fewer bits."""
+    """Return which shares of the non-zero numbers become 0, and lose bits."""
     size = values.detach().double().abs().flatten()
     size = size[size != 0]
     zero = format.round(size) == 0
@@ -149,10 +149,11 @@ def errors_of_sums(
     measured: Mapping[str, Mapping[int, float]],
     expected: Mapping[str, Callable[[int], float]],
 ) -> Drawn:
-    """Draw the relative error of a sum against the number of ranks N, by its order.
+    """Draw the relative error of a sum against the number of ranks N, for each order.
 
-    The first two map an order, of three at most, to {N: error}, simulated in one
-    process and measured on real ranks; `expected` has formulas of N, the thin lines.
+    `simulated` (in one process) and `measured` (on real ranks) map the name of an order
+    of summation to {N: error}; there can be three orders. `expected` has formulas of N,
+    drawn as thin lines.
     """
     figure, axes = canvas((7, 3.8))
     texts, ranks = [], sorted({n for its in simulated.values() for n in its})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def from_bits(sign: str, exponent: str, fraction: str) -> float:
-    """Read both parts as whole numbers, and look at the exponent's two ends."""
+    """Read exponent and fraction as whole numbers; treat both extreme exponents."""
     e, f = int(exponent, 2), int(fraction, 2) / 2 ** len(fraction)
     bias = 2 ** (len(exponent) - 1) - 1
     if "0" not in exponent:

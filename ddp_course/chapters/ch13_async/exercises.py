@@ -26,9 +26,9 @@ CASES = 60  # records for my_staleness
 
 
 def _record(d: Draw, pushes: int | None = None) -> Record:
-    """Return a record in which workers pull, some of them again, and push at random.
+    """Draw a record: at random, workers pull (perhaps several times) and push.
 
-    `pushes` is the number of pushes; None draws up to 40.
+    `pushes` is the number of pushes; None draws a number up to 40.
     """
     workers = d.same.sample(range(1, 400), d.same.randint(1, 12))
     pushes = d.same.randint(0, 40) if pushes is None else pushes
@@ -42,18 +42,18 @@ def _record(d: Draw, pushes: int | None = None) -> Record:
     return record
 
 
-RECORDS = {  # records that show a mistake best come first
+RECORDS = {  # {what the record shows: record}; tried first, for the clearest hints
     "nobody else has pushed in between": [("pull", 1), ("push", 1)],
     "worker 1 has pushed after worker 2 pulled": [
         *(("pull", 1), ("pull", 2), ("push", 1), ("push", 2)),
     ],
-    "who pulls again has newer weights": [
+    "a worker that pulls again has newer weights": [
         *(("pull", 1), ("pull", 2), ("push", 1), ("pull", 2), ("push", 2)),
     ],
-    "who does not pull again keeps what it has, and its own push counts, too": [
+    "a worker that does not pull keeps old weights, and its own push counts, too": [
         *(("pull", 1), ("push", 1), ("push", 1)),
     ],
-    "pulls change no weights, and those of others give a worker nothing": [
+    "pulls change no weights, and other workers' pulls bring this one no new ones": [
         *(("pull", 3), ("pull", 1), ("pull", 2), ("push", 3), ("pull", 3), ("push", 1)),
     ],
     "nobody has pushed": [("pull", 4)],
@@ -62,12 +62,12 @@ RECORDS = {  # records that show a mistake best come first
 
 @exercise("my_staleness", solution=solutions.my_staleness)
 def check_my_staleness(answer: Answer) -> str:
-    """`my_staleness(record)`: how many updates each gradient comes too late.
+    """`my_staleness(record)`: by how many updates each gradient is late.
 
     What must you note when a worker pulls, and what changes with every push?
 
     Count the pushes so far: that is the version of the weights. At a pull, note the
-    version for this worker; at a push, the version minus what was noted.
+    version for this worker. At a push, the answer is the version minus the noted one.
     """
     named = list(RECORDS.items())
 
@@ -83,7 +83,7 @@ def check_my_staleness(answer: Answer) -> str:
         got, wanted = case.got, case.wanted
         as_many = isinstance(got, list) and len(got) == len(wanted)
         if as_many and all(got.count(age) == wanted.count(age) for age in {*wanted}):
-            because = "they come in the order of the pushes, whoever made them"
+            because = "the numbers are in the order of the pushes, whoever made them"
         return (
             f"returned {shown(case.got)}; expected {shown(case.wanted)}, because "
             f"{because}."
@@ -92,7 +92,7 @@ def check_my_staleness(answer: Answer) -> str:
     hints = {"fits": why, "right": why}
     same_as(answer, solutions.my_staleness, draw, cases=CASES, hints=hints)
     return (
-        f"{CASES} records, with up to 12 workers that pull when they like, and up to "
+        f"{CASES} records, with up to 12 workers that pull at any time, and up to "
         "3,000 pushes"
     )
 
@@ -109,14 +109,14 @@ class Gradients:
     calls: list[int] = field(default_factory=list)
 
     def __call__(self, worker: int, weights: Tensor) -> Tensor:
-        """Return the gradient that `worker` has at `weights`."""
+        """Return the gradient of `worker` at `weights`, and record the call."""
         self.calls.append(worker)
         return (weights - worker / 3) * (1 + worker % 3) / 64
 
 
 @exercise("my_replay", solution=solutions.my_replay)
 def check_my_replay(answer: Answer) -> str:
-    """`my_replay(record, weights, gradient, lr)`: the weights after it, bit by bit.
+    """`my_replay(record, weights, gradient, lr)`: the weights after it, bit for bit.
 
     With which weights has a worker computed the gradient that it pushes?
 
@@ -126,12 +126,12 @@ def check_my_replay(answer: Answer) -> str:
     """
     hints = {
         "in_place": wrong_calls,
-        "right": "returned {got}; expected {wanted}{place}. Is each gradient that of "
-        "the weights which its worker has pulled last, and is lr times each taken off "
-        "once, in the order of the record?",
+        "right": "returned {got}; expected {wanted}{place}. Is each gradient computed "
+        "at the weights which its worker has pulled last, and is lr times each "
+        "subtracted once, in the order of the record?",
     }
     same_as(answer, solutions.my_replay, _replayed, cases=40, exact=True, hints=hints)
-    return "40 records, two types of numbers, equal to the last bit"
+    return "40 records, two dtypes, equal to the last bit"
 
 
 def _replayed(d: Draw) -> tuple[Record, Tensor, Gradients, float]:
@@ -141,7 +141,7 @@ def _replayed(d: Draw) -> tuple[Record, Tensor, Gradients, float]:
 
 
 def wrong_calls(case: Case) -> str:
-    """Describe whose gradients were requested, and whose should have been."""
+    """Name the workers of the requested gradients, and of the recorded pushes."""
     calls, wanted = case.after["gradient"].calls, case.right["gradient"].calls
     return (
         f"asked for gradients of the workers {shown(calls)}; the record has pushes of "
@@ -153,27 +153,27 @@ def wrong_calls(case: Case) -> str:
 
 CLOCKS = (
     ({1: 0, 2: 0}, 1, 0, "nobody is ahead"),
-    ({1: 1, 2: 0}, 1, 0, "with bound 0 nobody begins before all have ended the last"),
+    ({1: 1, 2: 0}, 1, 0, "with bound 0 all must end a gradient before any goes on"),
     ({1: 1, 2: 0}, 2, 0, "the slowest need not wait for anybody"),
     ({1: 3, 2: 0, 3: 2}, 1, 3, "a lead of 3 is allowed"),
     ({1: 4, 2: 1, 3: 0}, 1, 3, "the slowest counts, and it is 4 behind"),
-    ({1: 4, 2: 1, 3: 0}, 2, 0, "worker 2 has a lead of 1, if not on all"),
+    ({1: 4, 2: 1, 3: 0}, 2, 0, "worker 2 has a lead of 1 over worker 3"),
     ({1: 9, 2: 9, 4: 7}, 4, 1, "the slowest need not wait for anybody"),
     ({1: 7, 2: 9, 4: 9}, 4, 1, "worker 1 is 2 behind, whatever its number"),
     ({1: 7, 3: 9, 11: 8}, 11, 1, "workers have left, and 1 is not too far behind"),
     ({1: 700, 2: 0}, 1, math.inf, "without a bound nobody waits"),
-    ({5: 6}, 5, 0, "it is alone"),
+    ({5: 6}, 5, 0, "the worker is alone"),
 )
 
 
 @exercise("my_may_begin", solution=solutions.my_may_begin)
 def check_my_may_begin(answer: Answer) -> str:
-    """`my_may_begin(clocks, worker, bound)`: may it begin its next gradient now?
+    """`my_may_begin(clocks, worker, bound)`: may `worker` begin its next gradient?
 
-    By how much is a worker ahead, and of whom?
+    By how much is the worker ahead, and of which other worker?
 
-    Subtract the smallest of all clocks from its clock: it may be ahead by up to
-    `bound`.
+    Subtract the smallest of all clocks from the worker's clock: it may be ahead by up
+    to `bound`.
     """
 
     def why(case: Case) -> str:
@@ -191,7 +191,7 @@ def check_my_may_begin(answer: Answer) -> str:
         cases=200,
         hints={"fits": "returned {got}; expected True or False.", "right": why},
     )
-    return "200 moments; whoever left, and whoever is alone, stops nobody"
+    return "200 moments; a worker that has left holds up no other"
 
 
 def _clocks(d: Draw) -> tuple[dict[int, int], int, float]:
@@ -220,7 +220,7 @@ SERVER = MESSAGES | {
     "and are the weights changed in place?",
     "answered": "got {got} after push {turn}; expected {right}: the weights after its "
     "own gradient was used.",
-    "sends_whole": "sent messages to the ranks {to}; expected one answer to each push.",
+    "sends_whole": "sent messages to ranks {to}; expected one answer to each push.",
     "waited": "never waits for a message that it started: `{begun}`.",
 }
 
@@ -241,16 +241,16 @@ def check_my_server(answer: Answer) -> str:
         "server answers each before it receives the next, and the last one, too."
     )
     judge_ranks(SERVER, _serve, answer, worlds=(3, 2, 4), hint=hint)
-    return "one to three workers, one late: every push used once, and answered at once"
+    return "1 to 3 workers, one of them late: each push is used once, and answered"
 
 
 def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
-    """Serve on rank 0, push on the others; yield the facts to judge."""
+    """Serve on rank 0, push on the other ranks; yield the facts to judge."""
     rank, n = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     for number, (shape, dtype, lr) in enumerate(SERVED):
         others = [worker for worker in range(1, n) if worker != SLOW]
-        # Workers push one after the other, so the weights that each gets are known.
+        # Workers push in a fixed order, so the weights that each gets are known.
         order = [worker for worker in others for _ in range(TURNS)] + [SLOW]
         after = _weights_after(number, lr, order)
         case = f"{len(order)} pushes, lr {lr:g}"
@@ -282,13 +282,13 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
 
 
 def _gradient(number: int, push: int) -> Tensor:
-    """Return the gradient of a push, different in each push and each element."""
+    """Return the gradient of push `push` in SERVED[number]; all elements differ."""
     shape, dtype, _ = SERVED[number]
     return Draw(100 * number + push + 2).tensor(shape, dtype) / 64
 
 
 def _weights_after(number: int, lr: float, order: Sequence[int]) -> list[Tensor]:
-    """Return the weights before the first push, and after each."""
+    """Return the weights before the first push, and after each push."""
     weights = [Draw(1000 + number).tensor(*SERVED[number][:2])]
     for push, _ in enumerate(order):
         weights.append(weights[-1] - lr * _gradient(number, push))

@@ -19,7 +19,7 @@ from ddp_course.parameter_server import (
 Points = Sequence[tuple[float, float]]
 LEGEND = {"F": "computes a gradient", "W": "its gradient is dropped", "waits": "waits"}
 WORKERS = 3  # ranks 1 to 3: rank 0 has the weights
-LONG = 12  # length of the time axis
+LONG = 12  # length of the time axis, in gradients of a fast worker
 MODES = {
     "synchronous": lambda slack: SYNCHRONOUS,
     "asynchronous": lambda slack: ASYNCHRONOUS,
@@ -62,7 +62,7 @@ def timelines(
     unit: float = 1.0,
     title: str = "What each worker did",
 ) -> Drawing:
-    """Draw the events of workers up to time `long`, for each record by its title.
+    """Draw the workers' events up to time `long`; `records` maps a title to a record.
 
     `unit` converts a record's seconds to the axis: 1000 for ms. A worker computes from
     a pull to the push that follows, and then waits until the next pull.
@@ -101,7 +101,7 @@ def twice(
     """Draw losses over updates, and the same losses over time beside them.
 
     Each run is a list of (updates so far, time so far, loss); the unit of time is a
-    fast worker's gradient. Raises ValueError for no run, or more than four.
+    fast worker's gradient. Raises ValueError unless there are one to four runs.
     """
     if not 1 <= len(losses) <= len(LOOKS):
         raise ValueError(f"{len(losses)} runs; 1 to {len(LOOKS)} can be told apart")

@@ -38,7 +38,7 @@ def my_replay(
 
 
 def my_may_begin(clocks: Mapping[int, int], worker: int, bound: float) -> bool:
-    """Compare a worker's clock with that of the slowest present worker."""
+    """Compare a worker's clock with the slowest remaining worker's."""
     return clocks[worker] - min(clocks.values()) <= bound
 
 
@@ -46,6 +46,6 @@ def my_server(weights: Tensor, lr: float, pushes: int) -> None:
     """Serve workers in the order of arrival."""
     gradient = torch.empty_like(weights)
     for _ in range(pushes):
-        worker = dist.recv(gradient)  # from any rank; it returns which
+        worker = dist.recv(gradient)  # from any rank; returns the sender
         weights -= lr * gradient
         dist.send(weights, worker)

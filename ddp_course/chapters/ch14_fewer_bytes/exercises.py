@@ -67,10 +67,11 @@ COMPRESSORS: dict[str, Callable[[Tensor], Tensor]] = {
 def check_my_memory(answer: Answer) -> str:
     """`my_memory(compress)`: a function that sends a gradient, with error feedback.
 
-    What did `compress` hold back in the last step, and when may it travel after all?
+    What did `compress` hold back in the last step, and when can it be sent after all?
 
     Keep a tensor between the calls. Add it to the gradient before you compress, and
-    afterwards keep all of that sum which was not sent. Each memory is one rank's own.
+    afterwards keep the part of that sum which was not sent. Each rank has its own
+    memory.
     """
     same_as(
         *(
@@ -87,8 +88,8 @@ def check_my_memory(answer: Answer) -> str:
         },
     )
     return (
-        f"{len(COMPRESSORS)} compressors, two types of numbers, and two ranks whose "
-        "memories are not mixed up"
+        f"{len(COMPRESSORS)} compressors, two dtypes, and two ranks with separate "
+        "memories"
     )
 
 
@@ -99,7 +100,7 @@ def _name_of(compress: Callable) -> str:
 
 
 def _stream(d: Draw) -> tuple[Callable, list[list[Tensor]]]:
-    """Return a compressor, and for one rank or two the gradients of some steps.
+    """Return a compressor, and each rank's gradients of some steps, for 1 or 2 ranks.
 
     In the last third of the cases the gradients are tiny, and there are more steps.
     """
@@ -117,13 +118,13 @@ def _stream(d: Draw) -> tuple[Callable, list[list[Tensor]]]:
 
 
 def _sender(my_memory: Callable) -> Callable:
-    """Return a function that sends all gradients, in turns; see `send_all`."""
+    """Return a function that sends all ranks' gradients, step by step."""
 
     def send_all(compress: Callable, streams: list[list[Tensor]]) -> list[Any]:
-        """Return what was sent, and the gradient afterwards, step by step.
+        """Return (sent tensor, gradient after the call) for each step and rank.
 
-        A rank fills the same tensor anew for each gradient, as DDP does, and writes
-        into the tensor that was sent, as an all-reduce in place does.
+        A rank copies each gradient into the same tensor, as DDP does, and overwrites
+        the tensor that was sent, as an in-place all-reduce does.
         """
         sends = [my_memory(compress) for _ in streams]
         if not all(map(callable, sends)):
@@ -145,7 +146,7 @@ def _sender(my_memory: Callable) -> Callable:
 def wrong_memory(case: Case) -> str:
     """Name the mistake in the first step that is wrong."""
     if not case.got:
-        return "my_memory must return a function to be called."
+        return "my_memory must return a function."
     compress, streams = case.args.values()
     ranks = len(streams)
     errors = [torch.zeros_like(stream[0]) for stream in streams]
@@ -156,11 +157,11 @@ def wrong_memory(case: Case) -> str:
         step, rank = divmod(number, ranks)
         mistakes = {
             "has forgotten what was held back": compress(gradient),
-            "takes off what it should add": compress(gradient - errors[rank]),
-            "has kept the rest of the last gradient alone": compress(
+            "subtracts what it should add": compress(gradient - errors[rank]),
+            "has kept only the rest of the last gradient": compress(
                 gradient + rest[rank]
             ),
-            "adds it after compressing": compress(gradient) + errors[rank],
+            "adds the memory after compressing": compress(gradient) + errors[rank],
             "still reads the tensor that was sent, which the caller may change": (
                 compress(gradient + errors[rank] + last[rank])
             ),
@@ -174,7 +175,7 @@ def wrong_memory(case: Case) -> str:
             break
         rest[rank], last[rank] = gradient - right, right
         errors[rank] = errors[rank] + rest[rank]
-    why = "the gradient and all that was held back before, compressed together."
+    why = "the sum of the gradient and all that was held back before, compressed."
     if step == 0:
         why = "the compressed gradient: nothing was held back before."
     if ranks == 2:
@@ -201,7 +202,7 @@ TOPK = {
     "bytes": "wrote {written:,} bytes by the operating system's count; {needed:,} are "
     "enough. Only indices and values should travel.",
 }
-GRADIENTS = (  # (shape, number of largest elements to send)
+GRADIENTS = (  # (shape, k)
     *(((2, 3), 2), ((7,), 3), ((5,), 5), ((142, 141), 10), ((9,), 3)),
     *(((4, 2, 2), 5), ((1,), 1), ((40_000,), 100), ((2, 3), 2), ((3000,), 20)),
 )
@@ -212,9 +213,9 @@ STRIDED, TINY, COARSE = 3, 4, 9  # cases: not contiguous, squares are zero, bflo
 def check_my_topk_mean(answer: Answer) -> str:
     """`my_topk_mean(gradient, k)`: the mean of every rank's k largest numbers.
 
-    Every rank has chosen other places. What must travel beside the numbers themselves?
+    Each rank has chosen different places. What must ranks send beside the numbers?
 
-    All-gather the k places of each rank, and its k values in the same order. Begin with
+    All-gather the k places of each rank, and its k values in the same order. Start from
     zeros, add each rank's values at its places, and divide by the number of ranks. A
     gradient may have any shape: the result has that shape, too.
     """
@@ -233,12 +234,12 @@ def check_my_topk_mean(answer: Answer) -> str:
 
 
 def _gradient(d: Draw) -> tuple[Tensor, int]:
-    """Return a gradient without two numbers of the same size, and k."""
+    """Return k, and a gradient in which no two numbers have the same size."""
     shape, k = GRADIENTS[d.case]
     numel, dtype = math.prod(shape), (torch.float32, torch.float64)[d.case % 2]
     sizes = d.own.sample(range(1, 60 * numel), numel)
     signs = torch.tensor([d.own.choice([-1, 1]) for _ in sizes])
-    if d.case == COARSE:  # neighbours from 1 on: these are distinct
+    if d.case == COARSE:  # consecutive bfloat16 numbers from 1 on, all distinct
         bits = torch.tensor(sizes).argsort() + 0x3F80
         gradient = bits.to(torch.int16).view(torch.bfloat16) * signs
     else:
@@ -253,18 +254,18 @@ def _gradient(d: Draw) -> tuple[Tensor, int]:
 
 
 def wrong_mean(case: Case) -> str:
-    """Name the mistake, if it is a well-known one."""
+    """Return the hint for a wrong mean, with the mistake if `_outcomes` knows it."""
     n, k = dist.get_world_size(), case.args["k"]
     every = [_gradient(Draw(case.number, r, n))[0].flatten() for r in range(n)]
     outcomes = _outcomes(every, k, dist.get_rank())
     views = {words: one.view_as(case.wanted) for words, one in outcomes.items()}
     why = _mistake(case.got, views)
-    why = why or "Are these each rank's largest, where *it* had them?"
+    why = why or "Are these each rank's largest, at that rank's own places?"
     return f"returned {shown(case.got)}; expected {shown(case.wanted)}. {why}"
 
 
 def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
-    """Return {description: the result of this mistake}."""
+    """Return {description of a mistake: its result}; `every`: all ranks' gradients."""
     n, mean = len(every), sum(every) / len(every)
 
     def put(places: list[Tensor], values: list[Tensor], add: bool = True) -> Tensor:
@@ -280,11 +281,11 @@ def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
     senders = n * put(places, [torch.ones_like(x) for x in values]).clamp(min=1 / n)
     return {
         "That is the sum; is it the mean?": n * right,
-        "Divide by all ranks, also by those without this place.": n * right / senders,
+        "Divide by all ranks, also by those that send 0.": n * right / senders,
         "Are these the largest by size, whatever their sign?": put(signed, at(signed)),
         "The signs are lost.": put(places, [x.abs() for x in values]),
         "If two ranks send the same place, both add up.": put(places, values, False),
-        "All were put where this rank had its own.": put([places[rank]], [sum(values)]),
+        "All values stand at this rank's places.": put([places[rank]], [sum(values)]),
         "These are the largest of the mean.": put([large], [n * mean[large]]),
     }
 
@@ -296,7 +297,7 @@ def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
 def check_my_outer_step(answer: Answer) -> str:
     """`my_outer_step(common, replicas, momentum, lr, mu)`: DiLoCo's outer step.
 
-    Which sign must the replicas' mean change have, to be used as a gradient?
+    With which sign is the replicas' mean change a gradient?
 
     The gradient is the common point minus the mean of the replicas. The momentum
     becomes mu times itself, plus the gradient. Then subtract lr times (the gradient
@@ -334,12 +335,12 @@ def wrong_outer_step(case: Case) -> str:
     if not equal_values(got, right):
         return (
             f"left {shown(got)} in `momentum`; expected {shown(right)}: mu times the "
-            "old one, and the way *back* from the mean to the common point, in the "
+            "old one, plus the way *back* from the mean to the common point, in the "
             "tensors themselves."
         )
     got, right = case.after["common"], case.right["common"]
     return (
         f"left {shown(got)} in `common`; expected {shown(right)}, in the tensors "
-        "themselves: lr times (the gradient plus mu times the *new* momentum) from the "
-        "old point."
+        "themselves: the old point minus lr times (the gradient plus mu times the "
+        "*new* momentum)."
     )

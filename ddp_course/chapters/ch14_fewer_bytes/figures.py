@@ -14,7 +14,7 @@ from ddp_course.model import build_gpt
 from ddp_course.theory import compressed_bytes
 
 ROWS, COLUMNS, CELL = 6, 8, 14  # a gradient, and pixels of one of its numbers
-LARGE = ((0, 5), (2, 1), (3, 6), (5, 3))  # places of its largest numbers, invented
+LARGE = ((0, 5), (2, 1), (3, 6), (5, 3))  # invented places of the largest numbers
 WAYS = {
     "in full": "32 bits each",
     "16 bits": "half of each",
@@ -27,7 +27,7 @@ WAYS = {
 
 
 def what_travels() -> Drawing:
-    """Draw a gradient of 6 x 8 numbers, and what seven ways send of it. Chapter 14."""
+    """Draw how much of a 6 x 8 gradient each of seven ways sends. Chapter 14."""
     wide, high = COLUMNS * CELL, ROWS * CELL
     across, down = wide + 52, high + 66
     d = Drawing(
@@ -73,8 +73,8 @@ def bytes_sent(
 ) -> Drawing:
     """Draw bars of the bytes that a rank sends for the course's GPT, by `theory`.
 
-    `density` is that of top-k and random-k, `rank` PowerSGD's, `every` local SGD's H.
-    The longest bar fills the drawing; those longer than DDP's, 1, are dark.
+    `density` belongs to top-k and random-k, `rank` to PowerSGD; `every` is local SGD's
+    H. The longest bar fills the drawing; bars longer than DDP's, 1, are dark.
     """
     names = ["fp16", "int8", "sign"]
     names += [f"topk:{density:g}", f"randomk:{density:g}", f"powersgd:{rank}"]
@@ -110,7 +110,7 @@ def _shapes() -> list[tuple[int, ...]]:
 def drift(
     distances: Sequence[Sequence[float]], every: int, ylabel: str = "from the mean"
 ) -> Drawn:
-    """Draw how far each replica is from the mean of all, step by step.
+    """Draw how far each replica is from the mean of all replicas, step by step.
 
     `distances[step][rank]` is measured after each step, before any average. The
     replicas are averaged after every `every` steps, which a vertical line shows.
@@ -160,8 +160,8 @@ def over_time(
 ) -> Drawn:
     """Draw losses over time, in a panel for each link.
 
-    `links` maps a link to {name: pairs (seconds, loss)}. Names stand at the ends of
-    their curves, and the curve `base` is drawn broad.
+    `links` maps a link to {name: pairs (seconds, loss)}. Each name is written at the
+    end of its curve, and the curve `base` is drawn broad.
     """
     size = (7.2, 2.6 * len(links))
     figure, panels = canvas(size, nrows=len(links), squeeze=False)
@@ -183,7 +183,10 @@ def over_time(
 
 
 def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
-    """Return heights of names, moved until no two are nearer than `gap`."""
+    """Return the names' heights, moved apart so that labels do not overlap.
+
+    Names closer than `gap` are moved up and down by equal parts.
+    """
     names = sorted(at, key=at.get)
     up = accumulate(map(at.get, names), lambda below, y: max(y, below + gap))
     down = accumulate(map(at.get, names[::-1]), lambda above, y: min(y, above - gap))
@@ -191,7 +194,9 @@ def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
 
 
 def _looks(names: Iterable[str], base: str) -> Iterator[dict[str, Any]]:
-    """Yield line styles: dashed for fewer numbers sent, dotted for fewer messages."""
+    """Yield a line style for each name: dashed for methods that send fewer numbers,
+    dotted for fewer messages, broad for `base`.
+    """
     dashes = {"topk": (5, 2), "powersgd": (5, 2), "local": (1, 1.5), "diloco": (1, 1.5)}
     for k, name in enumerate(names):
         own = next((d for start, d in dashes.items() if name.startswith(start)), None)

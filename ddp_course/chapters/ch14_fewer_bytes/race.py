@@ -2,11 +2,11 @@
 
     python -m ddp_course.chapters.ch14_fewer_bytes.race       (half an hour of a core)
 
-The course's GPT is trained. One process plays four ranks, which is proved equal to real
-ones; so the curves are those of any machine. They are stored beside this file, with the
-date, the bytes of a step by the formulas of `theory`, and the CPU time that a step and
-a compressor took.
-From that follows the time on any link, as if nothing overlapped:
+The course's GPT is trained. One process plays four ranks; tests prove that real ranks
+compute the same, so the curves are the same on any machine. They are stored beside this
+file, with the date, the bytes of a step by the formulas of `theory`, and the CPU time
+that a step and a compressor took. The time of a step on any link follows, as if nothing
+overlapped:
 
     step = computing + encoding + bytes / bandwidth
 """
@@ -91,7 +91,7 @@ def compressors(method: str) -> list:
 
 
 def step_bytes(method: str, preset: Any = GPT) -> float:
-    """Return rank 0's mean bytes per step, without the steps of `start=`."""
+    """Return rank 0's mean bytes per step; uncompressed first steps do not count."""
     shapes = [tuple(p.shape) for p in build_gpt(preset).parameters()]
     if method in ("local sgd", "diloco"):
         numel = sum(torch.Size(shape).numel() for shape in shapes)
@@ -101,7 +101,7 @@ def step_bytes(method: str, preset: Any = GPT) -> float:
 
 
 def cpu_seconds(method: str, preset: Any = GPT, turns: int = 7) -> dict[str, float]:
-    """Return a rank's CPU time for forward, backward and step, and for compressing."""
+    """Return a rank's CPU seconds: "compute" for the step, "encode" to compress."""
     model, took = build_gpt(preset), {"compute": [], "encode": []}
     optimizer, parameters = AdamW(model.parameters(), LR), list(model.parameters())
     x, y = load_corpus().batch(0, ROWS // RANKS, model.config.block_size)
@@ -127,8 +127,11 @@ def cpu_seconds(method: str, preset: Any = GPT, turns: int = 7) -> dict[str, flo
 class Way:
     """The measurements of one method.
 
-    `losses` before each step, the mean of all seeds; `bytes` that rank 0 sends in a
-    step; CPU seconds of a rank for its part of a step, and to compress and decompress.
+    Attributes:
+        losses: the loss before each step, averaged over all seeds.
+        bytes: bytes that rank 0 sends in a step.
+        compute: CPU seconds of a rank for its part of a step.
+        encode: CPU seconds of a rank to compress and decompress.
     """
 
     losses: list[float]
@@ -141,16 +144,16 @@ class Way:
         return self.compute + self.encode + self.bytes / bandwidth
 
     def loss_at(self, step: int) -> float:
-        """Return the mean loss of the ten steps that end with this one, from 1."""
+        """Return the mean loss of the ten steps up to `step`, counted from 1."""
         return fmean(self.losses[max(0, step - 10) : step])
 
     def pays_below(self, ddp: Way) -> float:
-        """Return the bandwidth, B/s, above which its step is longer than DDP's."""
+        """Return the bandwidth, B/s, above which this method is slower than DDP."""
         return (ddp.bytes - self.bytes) / self.encode if self.encode else inf
 
 
 def ways() -> dict[str, Way]:
-    """Return every method by name, DDP first."""
+    """Return the measurements of every method by name, DDP first."""
     rows, found = stored()["methods"], {}
     compute = min(row["compute"] for row in rows.values())  # the same for all methods
     for name, row in rows.items():
@@ -161,7 +164,7 @@ def ways() -> dict[str, Way]:
 
 
 def table() -> dict[str, list[float]]:
-    """Return, by method and seed, the loss of the last ten steps less DDP's."""
+    """Return {method: per seed, the mean loss of the last ten steps minus DDP's}."""
     rows = stored()["methods"]
     last = {
         name: [fmean(curve[-10:]) for curve in row["losses"].values()]
@@ -174,7 +177,7 @@ def table() -> dict[str, list[float]]:
 
 
 def stored() -> dict[str, Any]:
-    """Return the stored measurements: {method: row}, and their settings."""
+    """Return the stored settings, and the measurements in "methods": {method: row}."""
     return json.loads(STORED.read_text()) if STORED.exists() else {"methods": {}}
 
 
@@ -184,7 +187,7 @@ def text() -> str:
 
 
 def measure(seeds: list[int]) -> None:
-    """Measure and store missing results, seed by seed, so it can be interrupted."""
+    """Measure the missing results; store each at once, so that a run can be resumed."""
     torch.set_num_threads(1)
     for seed in seeds:
         for method in METHODS:

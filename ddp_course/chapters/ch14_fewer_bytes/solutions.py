@@ -44,7 +44,7 @@ def my_outer_step(
     lr: float,
     mu: float,
 ) -> None:
-    """Use the difference to the mean as a gradient, and step with Nesterov momentum."""
+    """Step with Nesterov momentum; the gradient is the difference from the mean."""
     for own, others, velocity in zip(
         common, zip(*replicas, strict=True), momentum, strict=True
     ):

@@ -32,7 +32,11 @@ from ddp_course.zero import FullyShardedDataParallel
 
 
 def because(reasons: Sequence[tuple], otherwise: str) -> Callable[[Case], str]:
-    """Return a function that says what was returned and expected, and why."""
+    """Return a hint function that says what was returned and expected, and why.
+
+    `reasons` are tuples (*arguments, reason); `otherwise` is the reason for other
+    arguments.
+    """
 
     def why(case: Case) -> str:
         args = tuple(case.args.values())
@@ -50,7 +54,7 @@ LINKS = (
     ([0], [2], 2, "the gradient is ready at 0, and fits into one piece"),
     ([3], [5], 2, "nothing is ready before 3, and the last piece is shorter"),
     ([4, 0], [2, 4], 2, "only layer 1 is ready before 4"),
-    ([3, 0], [2, 6], 2, "layer 0 is next from 3 on, behind the piece on the link"),
+    ([3, 0], [2, 6], 2, "layer 0 is next from 3 on, after the piece on the link"),
     ([1, 0], [1, 9], 10, "a whole layer is a piece, too, and layer 0 comes after it"),
     ([4, 2, 0], [3, 3, 3], 1, "a free link sends a piece of the first ready layer"),
     ([9, 1, 0], [2, 2, 2], 5, "the link waits until 9 for layer 0"),
@@ -69,7 +73,7 @@ LINKS = (
 
 @exercise("my_priority", solution=solutions.my_priority)
 def check_my_priority(answer: Answer) -> str:
-    """`my_priority(ready, send, piece)`: what is on the link from when to when.
+    """`my_priority(ready, send, piece)`: pieces on the link, as (layer, start, end).
 
     At which moments does the link choose, and among which layers?
 
@@ -92,7 +96,7 @@ def _link(d: Draw) -> tuple[list[int], list[int], int]:
     order, sizes = Draw(d.case // 3).same, Draw(999 + (d.case + 1) // 3).same
     layers = 300 if d.case == 50 else order.randint(1, 13)
     ready = [order.randint(0, 30) for _ in range(layers)]
-    if d.case % 9 > 2:  # rising, falling, mixed
+    if d.case % 9 > 2:  # ascending or descending; otherwise unsorted
         ready.sort(reverse=d.case % 9 < 6)
     send = [sizes.choice([0, 1, 2, 5, 9]) for _ in range(layers)]
     return ready, send, [1, 2, 3, 100][d.case % 4]
@@ -109,7 +113,7 @@ STEPS = (
      "its forward"),
     ([2, 1, 1], [4, 4, 1], [1, 7, 2], "layer 1's path is the longest: backward to it, "
      "sends 0 and 1, forward from it on"),
-    ([2, 3], [4, 5], [0, 0], "without anything to send, it is what is computed"),
+    ([2, 3], [4, 5], [0, 0], "without anything to send, only computing takes time"),
     ([5, 5], [9, 9], [1, 1], "layer 1's send is hidden, and layer 0's is not"),
     ([20_000_000_001, 9], [2, 2], [3, 3], "20 seconds are as exact as other times"),
 )  # fmt: skip
@@ -117,12 +121,12 @@ STEPS = (
 
 @exercise("my_least_time", solution=solutions.my_least_time)
 def check_my_least_time(answer: Answer) -> str:
-    """`my_least_time(forward, backward, send)`: what no order of sends can beat.
+    """`my_least_time(forward, backward, send)`: a time that no order of sends beats.
 
     In any order, what must end before layer c's forward, and what comes after it?
 
     For each layer c add up backward from the last layer to c, then the sends of layers
-    0 to c, none of which can begin earlier, then forward from c to the last layer.
+    0 to c, none of which can begin before that, then forward from c to the last layer.
     Return the largest of these sums.
     """
     why = because(STEPS, "the longest of all layers' paths counts")
@@ -163,7 +167,7 @@ OPTIMIZERS = {  # optimizers with a step that depends on more than the gradient
 
 
 class _Watched(nn.Module):
-    """A layer with a parameter of its own and a module inside; notes when it runs."""
+    """A layer with a parameter, and a module inside; each forward is logged."""
 
     def __init__(self, number: int, log: list[Any]) -> None:
         super().__init__()
@@ -173,13 +177,13 @@ class _Watched(nn.Module):
         self.inner = nn.Linear(SIZES[number], SIZES[number + 1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Record the call, and run."""
+        """Record the call in the log, and return the layer's output."""
         self.log.append(f"layer {self.number}")
         return self.scale * self.inner(x)
 
 
 def _numbers(name: str, like: Tensor, rank: int) -> Tensor:
-    """Return numbers for a parameter or gradient, different for each name and rank."""
+    """Return values for a parameter or gradient, different for each name and rank."""
     case = sum(map(ord, name))
     return Draw(0, case, case + rank + 1).tensor(like.shape, torch.float32) / 512
 
@@ -233,7 +237,7 @@ def _take_step(trained: SimpleNamespace, means: dict[str, Tensor]) -> dict[str, 
 
 
 class _Handle:
-    """A handle of `send`: until the wait, the gradient is nan."""
+    """A handle that `send` returns: until `wait`, the gradient is nan."""
 
     def __init__(self, tensor: Tensor, name: str, mean: Tensor, log: list[Any]) -> None:
         self.tensor, self.name, self.mean, self.log = tensor, name, mean, log
@@ -247,14 +251,14 @@ class _Handle:
 
 @exercise("my_late_steps", solution=solutions.my_late_steps)
 def check_my_late_steps(answer: Answer) -> str:
-    """`my_late_steps(layers, optimizers, send)`: send all; layers wait one by one.
+    """`my_late_steps(layers, optimizers, send)`: send all; let layers wait and step.
 
     How can PyTorch call you just before a layer runs, and only once?
 
     Send the gradients of a layer that are not None; keep their handles, and
     register a forward pre-hook that removes itself, waits for these handles, and lets
-    this layer's optimizer step. A function that is called in the loop keeps each
-    layer's handles apart.
+    this layer's optimizer step. If the loop calls a function for each layer, that
+    function's variables keep the layers' handles apart.
     """
     for first, second in (OPTIMIZERS, reversed(OPTIMIZERS)):
         trained, twin = (_trained(OPTIMIZERS[first]) for _ in range(2))
@@ -267,8 +271,8 @@ def check_my_late_steps(answer: Answer) -> str:
         _judge_hooks(trained.layers)
     judge_ranks(REAL, _use, answer, worlds=(2, 3))
     return (
-        "gradients are sent once, the first layer's first; each layer waits for its "
-        "own alone, and steps once, by SGD or AdamW; and so on two and three real ranks"
+        "gradients are sent once, the first layer's first; each layer waits only for "
+        "its own, and steps once, by SGD or AdamW; the same on two and three real ranks"
     )
 
 
@@ -291,8 +295,8 @@ def _judge_alone(
     def send(tensor: Tensor) -> _Handle:
         if tensor is None:
             raise TypeError(
-                "send got None: a parameter that is frozen, or that nothing has used, "
-                "has no gradient to send"
+                "send got None: a parameter that is frozen, or was not used, has no "
+                "gradient to send"
             )
         name = names.get(tensor.data_ptr(), "something else")
         trained.log.append(f"send {name}")
@@ -348,13 +352,13 @@ def _judge_sent(log: Sequence[str], wanted: Sequence[str]) -> None:
     waited = [one for one in log if one.startswith("wait")]
     expect(
         not waited,
-        f"Your function did not return before it had waited: {', '.join(waited)}. Each "
-        "layer shall wait for its own gradients, just before it runs.",
+        f"Your function waited before it returned: {', '.join(waited)}. Each layer "
+        "shall wait for its own gradients, just before it runs.",
     )
     sent = [one.removeprefix("send ") for one in log]
     expect(
         sorted(sent) == wanted,
-        f"Sent: {', '.join(sent) or 'nothing'}. Expected each gradient that there is, "
+        f"Sent: {', '.join(sent) or 'nothing'}. Expected each existing gradient "
         f"once: {', '.join(wanted)}.",
     )
     expect(
@@ -365,14 +369,14 @@ def _judge_sent(log: Sequence[str], wanted: Sequence[str]) -> None:
 
 
 def _judge_waits(log: Sequence[str], number: int, names: Sequence[str]) -> None:
-    """Expect waits for this layer's gradients alone, before the layer ran."""
+    """Expect waits for only this layer's gradients, before the layer ran."""
     mine = sorted(name for name in names if name.startswith(f"{number}."))
     before = log[: log.index(f"layer {number}")]
     waited = sorted({one.removeprefix("wait ") for one in before})
     expect(
         waited == mine,
-        f"Before layer {number} ran, {', '.join(waited) or 'nothing'} had been waited "
-        f"for; expected {', '.join(mine)}.",
+        f"Before layer {number} ran, your hooks had waited for "
+        f"{', '.join(waited) or 'nothing'}; expected {', '.join(mine)}.",
     )
 
 
@@ -382,7 +386,7 @@ def _judge_values(
     stepped: Sequence[str],
     when: str,
 ) -> None:
-    """Expect the parameters `right`; the hint says which ones were stepped."""
+    """Expect the values `right`; the hint says which parameters should have stepped."""
     for name, parameter in trained.named.items():
         got, wanted = parameter.detach(), right[name]
         why = "after a step of its layer's optimizer, with the mean gradients"
@@ -429,12 +433,12 @@ def _use(my_late_steps: Callable) -> dict[str, Any]:
 CARRIED = {
     "files": "left nothing in the folder that a plain GPT can load by `dcp.load`: "
     "{problem}.",
-    "saved": "saved other weights than ours: a plain GPT has {wrong} of {all} tensors "
-    "that differ after `dcp.load`.",
+    "saved": "saved weights that are not ours: after `dcp.load`, {wrong} of {all} "
+    "tensors of a plain GPT differ.",
     "sharded": "left whole tensors where PyTorch had shards (`DTensor`).",
-    "right": "loaded other weights: {off} of {all} tensors of PyTorch's model differ "
+    "right": "loaded wrong weights: {off} of {all} tensors of PyTorch's model differ "
     "from ours.",
-    "read": "read nothing from the folder: load by `dcp.load` what was saved.",
+    "read": "read nothing from the folder: load the saved weights by `dcp.load`.",
     "kept": "changed our model.",
     "alike": "changed more than weights: {more} of a model.",
     "small": "left {nbytes:,} bytes in the folder; the weights have {least:,}.",
@@ -443,13 +447,13 @@ CARRIED = {
 
 @exercise("my_carry", solution=solutions.my_carry)
 def check_my_carry(answer: Answer) -> str:
-    """`my_carry(ours, theirs, folder)`: weights of our FSDP into PyTorch's.
+    """`my_carry(ours, theirs, folder)`: copy weights of our FSDP into PyTorch's.
 
-    Which names does a plain GPT have for its tensors, and which of both models has a
+    Which names do the tensors of a plain GPT have, and which of the two models has a
     method that returns them whole?
 
-    `dcp.save` takes a dictionary, also of whole tensors that all ranks have. To load,
-    `dcp.load` wants a dictionary of tensors to fill: get_model_state_dict returns
+    `dcp.save` also takes a dictionary of whole tensors that all ranks have. To load,
+    `dcp.load` needs a dictionary of tensors to fill: get_model_state_dict returns
     PyTorch's shards by their plain names.
     """
     for ranks in (2, 3):

@@ -36,8 +36,8 @@ def steps(
     """Draw steps below each other, on one axis of time: what is computed, and sent.
 
     Numbers are layers. `unit` converts the steps' times to the axis: 1000 for seconds
-    to ms. With `path` a third lane shows the critical path. Raises ValueError for no
-    step.
+    to ms. With `path` a third lane shows the critical path. Raises ValueError if
+    `simulated` is empty.
     """
     if not simulated:
         raise ValueError("there are no steps; at least one must be drawn")
@@ -56,7 +56,7 @@ def steps(
 
 
 def _blocks(events: Sequence[StepEvent], unit: float) -> list[Block]:
-    """Return a block for each event; equal neighbours share one."""
+    """Return a block for each event; join neighbours with the same layer and look."""
     blocks: list[Block] = []
     for event in events:
         start, end = float(event.start * unit), float(event.end * unit)
@@ -73,7 +73,7 @@ def _blocks(events: Sequence[StepEvent], unit: float) -> list[Block]:
 def step(
     policy: str = "priority", send: int = 3, piece: int = 1, credit: int = 1
 ) -> Drawing:
-    """Draw a step of four layers: 1 forward, 2 backward, `send` on the link.
+    """Draw a step of four layers that take 1 forward, 2 backward, `send` on the link.
 
     `policy` is one of POLICIES; "priority" uses `piece` and `credit`. Chapter 15.
     """

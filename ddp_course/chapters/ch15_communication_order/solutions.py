@@ -46,7 +46,7 @@ def my_late_steps(
     optimizers: Sequence[Optimizer],
     send: Callable[[Tensor], Any],
 ) -> None:
-    """Send everything, and leave a hook that waits and steps on each layer."""
+    """Send all gradients; register a hook on each layer that waits and steps."""
     for layer, optimizer in zip(layers, optimizers, strict=True):
         present = [p for p in layer.parameters() if p.grad is not None]
         _step_before_forward(layer, optimizer, [send(p.grad) for p in present])

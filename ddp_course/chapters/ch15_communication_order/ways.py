@@ -1,4 +1,4 @@
-"""All ways of the course in one table: what a rank keeps and sends, by formulas."""
+"""All ways to train in one table: what a rank keeps and sends, by formulas."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMPRESSED = (  # name, method, bytes of memory for each parameter, when to take
 
 
 def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
-    """Return the table of `config` on so many GPUs, with `rows` in each step.
+    """Return the table for `config` on `gpus` GPUs, with `rows` rows in each step.
 
     GB are decimal. States are in mixed precision unless a row says otherwise;
     activations are not counted. The bytes of a step are those of the busiest rank,
@@ -58,7 +58,7 @@ def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
 
 
 def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
-    """Yield rows of the table: name, chapter, bytes kept, bytes sent, remarks."""
+    """Yield the table's rows: name, chapter, bytes kept, bytes sent, two remarks."""
     psi = config.num_parameters
     states, weights = 16 * psi, 2 * psi  # in mixed precision, as chapter 06 counts
     out = max(theory.bytes_sent("broadcast_naive", NODE)) * weights
@@ -108,7 +108,10 @@ def numbers(
     replicas: int | None = 1,
     precision: str = "mixed",
 ) -> tuple[int, Any, Any]:
-    """Return bytes that the first rank keeps and sends, and the share of the bubble."""
+    """Return bytes that the first rank keeps and sends, and the bubble's share.
+
+    A `replicas` of None means one replica of the model per node.
+    """
     dp = gpus // (tp * pp * cp)
     stage = [range((config.n_layer + 2) // pp)]
     how = (config, stage, dp, tp, replicas or dp // NODE, zero)
@@ -119,9 +122,9 @@ def numbers(
 
 
 def with_experts(config: GPTConfig, gpus: int, rows: int) -> tuple[int, Any]:
-    """Return bytes that a rank keeps and sends if each MLP becomes one of 8 experts.
+    """Return bytes that a rank keeps and sends if 8 experts replace each MLP.
 
-    Each GPU of a node has one of them, and a token uses two.
+    Each of a node's 8 GPUs has one expert of each layer, and a token uses two.
     """
     c, experts = config.d_model, NODE
     mixture = theory.mixture_cost(c, 4 * c, experts, experts_per_token=2)

@@ -1,4 +1,4 @@
-"""Divided attention beside one process: numbers, bytes, what is kept, and time."""
+"""Divided attention beside one process: numbers, bytes sent and kept, and time."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Seen:
 
     Attributes:
         error: the largest difference from one process, of outputs and gradients.
-        forward, backward: bytes sent, counted.
-        kept: bytes that are kept for backward.
+        forward, backward: bytes that this rank sent, as metered.
+        kept: bytes that autograd keeps for backward.
         u: the bytes of this rank's keys and values.
         written: bytes that this rank wrote in backward, as the system counts them.
     """
@@ -48,7 +48,7 @@ class Seen:
 
 
 def in_words(attention: str, seen: Seen, ranks: int = 4) -> str:
-    """Describe an observation, and whether the bytes sent equal the formula."""
+    """Describe an observation, and say whether its bytes equal the formula's."""
     sizes = {"batch": B, "length": T, "heads": H, "d_head": D}
     volume = attention_volume(attention, ranks, **sizes)
     equal = (seen.forward, seen.backward) == (volume.forward, volume.backward)
@@ -62,7 +62,7 @@ def in_words(attention: str, seen: Seen, ranks: int = 4) -> str:
 
 
 def drawn(kv_heads: int = H, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return q, k, v and a gradient of the output, whole; the same on all ranks."""
+    """Return the whole q, k, v and a gradient of the output; the same on all ranks."""
     random = torch.Generator().manual_seed(0)
     heads = H, kv_heads, kv_heads, H
     return [torch.randn(B, h, T, D, generator=random).to(dtype) for h in heads]
@@ -71,7 +71,7 @@ def drawn(kv_heads: int = H, dtype: torch.dtype = torch.float32) -> list[Tensor]
 def against_one_process(
     attention: str, assignment: str = "contiguous", kv_heads: int = H
 ) -> Seen:
-    """Run one way of attention on this rank's positions, and compare.
+    """Run one kind of attention on this rank's positions; compare with one process.
 
     `attention` is "gathered", "ulysses", "ring" or "pytorch".
     """
@@ -98,7 +98,7 @@ def against_one_process(
 def divided(
     attention: str, assignment: str = "contiguous"
 ) -> tuple[list[Tensor], Callable[..., Tensor]]:
-    """Return all ranks' positions, and the attention of this rank's q, k and v."""
+    """Return all ranks' positions, and a function that attends on this rank's part."""
     assigned = assign(T, dist.get_world_size(), assignment)
     places = [torch.tensor([i for some in its for i in some]) for its in assigned]
     ways: dict[str, Callable[..., Tensor]] = {
@@ -111,25 +111,25 @@ def divided(
 
 
 class ProcessorTime:
-    """A part of a ring: adds up the processor's time of this rank's computing.
+    """A part of a ring that adds up this rank's seconds of computing.
 
-    What other ranks do on the same cores does not count.
+    The time of other ranks on the same cores does not count.
     """
 
     def __init__(self) -> None:
         self.seconds, self.since = 0.0, 0.0
 
     def before_compute(self, *_: object) -> None:
-        """Begin to compute."""
+        """Start the clock."""
         self.since = time.thread_time()
 
     def after_compute(self, *_: object) -> None:
-        """Add the time since."""
+        """Add the time since `before_compute`."""
         self.seconds += time.thread_time() - self.since
 
 
 def computing_time(assignment: str, length: int = 2048) -> float:
-    """Return the seconds of this rank's computing in a ring, the least of five."""
+    """Return this rank's seconds of computing in a ring, the least of five runs."""
     n = dist.get_world_size()
     shape, found = (1, H, length // n, D), []
     q, k, v = (torch.randn(shape) for _ in range(3))
@@ -141,7 +141,7 @@ def computing_time(assignment: str, length: int = 2048) -> float:
 
 
 def per_character(length: int) -> tuple[float, float]:
-    """Return µs of processor time per character: of attention, and of a block's MLP."""
+    """Return processor time per character, in µs, of attention and of a block's MLP."""
     q, x = torch.randn(1, H, length, D), torch.randn(1, length, H * D)
     mlp = build_gpt(GPTConfig()).blocks[0].mlp
     calls = (
@@ -156,7 +156,7 @@ def per_character(length: int) -> tuple[float, float]:
 
 @contextmanager
 def counted() -> Iterator[list[float]]:
-    """Append the bytes that this rank sends in the block to a list."""
+    """Yield a list; after the block it holds the bytes that this rank sent in it."""
     found: list[float] = []
     with ByteMeter() as meter, TorchCollectives() as torchs:
         yield found
@@ -165,7 +165,7 @@ def counted() -> Iterator[list[float]]:
 
 @contextmanager
 def saved() -> Iterator[dict[int, int]]:
-    """Record the bytes of each storage that autograd keeps in a dictionary."""
+    """Yield a dictionary {address: bytes} of the storages that autograd keeps."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def saved() -> Iterator[dict[int, int]]:
 def stale_keys() -> Iterator[None]:
     """Let the ring's backward compute with the keys of the step before.
 
-    Forward is right. A mistake like it was huggingface/diffusers#14265: every step
+    Forward is right. huggingface/diffusers#14265 was a similar mistake: every step
     took the keys of step 0.
     """
     right, before = ring.attend_backward, {}

@@ -28,13 +28,13 @@ INF = float("inf")
 def check_my_merge(answer: Answer) -> str:
     """`my_merge(out1, lse1, out2, lse2)`: output and lse over two blocks of keys.
 
-    How large is each block's part of the sum of all exponentials, and what is it if
-    only the difference of two logarithms may be put into an exponential?
+    Which share of the sum of all exponentials has each block, and how do you compute it
+    if you may only exponentiate the difference of two logarithms?
 
     The new lse is the logarithm of the sum of both exponentials, for which PyTorch has
-    a function that does not overflow. A block's output weighs e to the power of its own
-    lse less the new one. Where both are minus infinity, that difference is not a
-    number: subtract 0 instead of the new lse there.
+    a function that does not overflow. A block's output is weighted by e to the power
+    of its own lse minus the new one. Where both are minus infinity, that difference is
+    not a number: subtract 0 instead of the new lse there.
     """
     hints = {"right": _about_merge}
     same_as(answer, solutions.my_merge, _blocks, cases=80, hints=hints)
@@ -49,7 +49,7 @@ def _blocks(d: Draw) -> tuple[Tensor, ...]:
     outs = [torch.randn(*shape, d.case % 3 + 1, generator=random).to(dtype)
             for _ in range(2)]  # fmt: skip
     middle, spread = (d.same.choice([-1e4, 0, 1e3, 1e4]), 5.0) if large else (0, 3.0)
-    if d.case % 4 == 3:  # no number is near the lses of all queries
+    if d.case % 4 == 3:  # the queries' lses lie far apart
         middle = 1e4 * (2 * torch.rand(shape, generator=random) - 1)
     lses = [(middle + spread * torch.randn(shape, generator=random)).to(dtype)
             for _ in range(2)]  # fmt: skip
@@ -72,12 +72,12 @@ def _about_merge(case: Case) -> str:
         why = "the exponential of such an lse is infinite, or 0 for all"
         if blind and torch.equal(out.isnan().any(-1), right_lse.isneginf()):
             why = "a query that sees no key of either block has the output 0"
-        return f"{of} gave numbers that are infinite or none at all: {why}."
+        return f"{of} gave infinity or NaN: {why}."
     seeing = lses[0].isfinite() & lses[1].isfinite()
     if (lse.isneginf() & seeing).any():
         return (
             f"{of} gave the lse minus infinity for a query that sees keys. "
-            "Subtract a maximum of each query's own two lses."
+            "Subtract the maximum of each query's own two lses."
         )
     if not equal_values(lse, right_lse):
         return f"{of} gave the lse {shown(lse)}; expected {shown(right_lse)}."
@@ -94,11 +94,11 @@ def _about_merge(case: Case) -> str:
 def check_my_zigzag(answer: Answer) -> str:
     """`my_zigzag(length, ranks)`: for each rank, the list of its positions.
 
-    How many chunks are there, and which of them are a rank's two?
+    How many chunks are there, and which two of them belong to a rank?
 
     Round the length of a chunk up, so that twice as many chunks as ranks hold all
-    positions. Rank r has chunk r from the front and chunk r from the end; both are cut
-    off where the sequence ends.
+    positions. Rank r has chunk r from the front and chunk r from the end; each chunk is
+    cut off where the sequence ends.
     """
     hints = {"fits": _about_zigzag, "right": _about_zigzag}
     same_as(answer, solutions.my_zigzag, _sequence, cases=60, hints=hints)
@@ -126,7 +126,7 @@ def _about_zigzag(case: Case) -> str:
     if missing:
         return f"{comparison}: no rank has position {missing[0]}."
     if flat != [*range(length)]:
-        return f"{comparison}: all positions once, and none behind the last."
+        return f"{comparison}: each position once, and none beyond the last."
     if any([*its] != sorted(its) for its in case.got):
         return f"{comparison}: a rank's positions ascend."
     return f"{comparison}: a chunk from the front, and one as far from the end."
@@ -136,7 +136,7 @@ def _about_zigzag(case: Case) -> str:
 
 
 class _Neighbours:
-    """The other ranks of a ring, simulated for one rank; records what it does."""
+    """The other ranks of a ring, simulated for one rank; they record its calls."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, Tensor]], rank: int) -> None:
         self.parts, self.rank = parts, rank
@@ -175,19 +175,20 @@ def check_my_ring(answer: Answer) -> str:
     it nothing left to pass on?
 
     In every step but the last one, begin to pass on the keys and values that you have.
-    Attend to them, merge the block into those before, and only then wait for the next
-    ones. An output that has seen no key yet is 0, and its lse minus infinity.
+    Attend to them, merge the result with that of earlier steps, and only then wait for
+    the next keys and values. Start from an output of 0 with an lse of minus infinity:
+    it has seen no key yet.
     """
     for ranks in (3, 1, 2, 4, 5):
         for rank in range(ranks):
             _judge_ring(answer, ranks, rank)
     judge_ranks(REAL, _on_real_ranks, answer, worlds=(3,))
     return (
-        "rings of 1 to 5 ranks, and three real ones; nothing waits before it computes"
+        "rings of 1 to 5 ranks, and three real ones; no rank waits before it computes"
     )
 
 
-REAL = {"right": "returned other outputs than attention over the whole sequence has."}
+REAL = {"right": "returned outputs that differ from attention over the whole sequence."}
 
 
 def _whole(ranks: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,14 +211,14 @@ def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
     times = f"{ranks - 1} time{'s' * (ranks != 2)}"
     expect(
         len(seen.passed) == ranks - 1,
-        f"{called}. Each part has to be passed on {times} to be seen by all.",
+        f"{called}. Each part has to be passed on {times} for all ranks to see it.",
     )
     for step, passed in enumerate(seen.passed):
         source = (rank - step) % ranks
         expect(
             equal_values(passed, parts[source]),
-            f"{where} passed on something else, in step {step}, than the keys and "
-            f"values of rank {source}, which it then has.",
+            f"{where} has the keys and values of rank {source} in step {step}, but "
+            "passed on something else.",
         )
     expect(
         seen.keys == [3] * ranks,
@@ -235,7 +236,7 @@ def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
     )
     expect(
         equal_values(out, right),
-        f"{where} returned other outputs than attention over the whole sequence has.",
+        f"{where} returned outputs that differ from attention over the whole sequence.",
     )
     expect(
         equal_values(own, (mine, *parts[rank])),
@@ -273,7 +274,7 @@ Change = Callable[[Tensor, Tensor], Tensor | None]  # (gradient, its tensor)
 
 
 class _Tampered(Function):
-    """The identity; its backward returns a changed gradient."""
+    """The identity, with a backward that returns a changed gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, change: Change) -> Tensor:
@@ -297,13 +298,13 @@ def _but_one(gradient: Tensor, x: Tensor, place: int) -> Tensor:
 
 
 def _with_same_sum(gradient: Tensor, x: Tensor) -> Tensor:
-    """Add numbers with sum 0; a check that moves all elements alike cannot see them."""
+    """Add numbers with sum 0, which a check that moves all elements alike misses."""
     added = torch.linspace(-1, 1, x.numel(), dtype=x.dtype)
     return gradient + added.view(x.shape)
 
 
 def _across(gradient: Tensor, x: Tensor) -> Tensor:
-    """Add a vector orthogonal to x; a check that moves x along itself cannot see it."""
+    """Add a vector orthogonal to x, which a check that moves x along itself misses."""
     ones = torch.ones_like(x)
     return gradient + ones - x * (x.sum() / x.square().sum())
 
@@ -375,7 +376,8 @@ FUNCTIONS = {
 }
 
 
-# name, function, its tensors' shapes, the tensor with a wrong gradient, its mistake
+# name, function, shapes of its tensors, index of the tensor with a wrong gradient, and
+# the mistake in that gradient
 SPECIAL = (
     ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 0, "half of"),
     ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 1, "half of"),
@@ -390,13 +392,14 @@ SPECIAL = (
 def check_my_gradient_check(answer: Answer) -> str:
     """`my_gradient_check(function, tensors)`: for each tensor, is its gradient right?
 
-    By how much does a function change if one of its arguments moves a little way, and
+    By how much does a function change if one of its arguments changes a little, and
     what do gradients say about that?
 
-    Make one number of the output: the sum of its elements, each with a random weight.
-    Go backward. Then, for each tensor, move it alone by a tiny step in a random
-    direction, forward and back: the difference of the two numbers over the distance is
-    what the sum of gradient times direction should be. A missing gradient counts as 0.
+    Reduce the output to one number: the sum of its elements, each with a random weight.
+    Run backward. Then move one tensor at a time by a tiny step in a random direction,
+    and by the same step in the opposite direction: the difference of the two numbers,
+    divided by the distance, should equal the sum of gradient times direction. A missing
+    gradient counts as 0.
     """
     with torch.random.fork_rng(devices=[]):  # the same directions in every run
         torch.manual_seed(0)
@@ -410,13 +413,13 @@ def check_my_gradient_check(answer: Answer) -> str:
         )
     _expect_no_traces(answer)
     return (
-        f"{60 + len(SPECIAL)} functions of three tensors, empty, transposed and zero "
-        "ones among them, with eleven kinds of wrong gradients"
+        f"{60 + len(SPECIAL)} functions of three tensors, some of them empty, "
+        "transposed or zero, with eleven kinds of wrong gradients"
     )
 
 
 def _solved(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[bool]:
-    """Call the solution; what the answer has drawn does not change its directions."""
+    """Call the solution, with the same random directions whatever the answer drew."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return solutions.my_gradient_check(function, tensors)
@@ -431,8 +434,9 @@ def _expect_no_traces(answer: Answer) -> None:
     answer(_unused, tensors)
     expect(
         all(map(torch.equal, tensors, before)),
-        "`my_gradient_check(function, tensors)` changed the numbers in `tensors`, if "
-        "only their last bits: a step there and back is rounded. Work on copies.",
+        "`my_gradient_check(function, tensors)` changed the numbers in `tensors`, "
+        "perhaps only their last bits: a step there and back is rounded. Work on "
+        "copies.",
     )
     kept = [x.requires_grad for x in tensors] == [False, True, False]
     expect(
@@ -470,7 +474,7 @@ def _function(d: Draw) -> tuple[Callable[..., Tensor], list[Tensor]]:
     name = list(FUNCTIONS)[d.case % 3 + 3 * (d.case >= 50)]
     wrong = d.same.randrange(2 if FUNCTIONS[name] is _unused else 3)
     kind = kinds[d.case % len(kinds)]
-    # small gradients: a check with an absolute tolerance takes half of one for right
+    # small gradients: a check with an absolute tolerance accepts half of one
     small = kind == "half of the gradient" and d.case > len(kinds)
     scale, times = (1e-4, ", times 0.0001") if small else (1.0, "")
     changes = [CHANGES[kind] if k == wrong else _right for k in range(3)]

@@ -53,10 +53,11 @@ def around(ranks: int = 4) -> Drawing:
 def shares(
     assignment: str = "zigzag", ranks: int = 4, step: int | None = None
 ) -> Drawing:
-    """Draw the parts of a causal mask that ranks compute, and their numbers of pairs.
+    """Draw which parts of a causal mask each rank computes, and how many pairs.
 
-    A row is a query, a column a key; the row has its rank's colour where it sees the
-    key. With `step` only what a ring computes in that step is filled. Chapter 16.
+    A row is a query, a column a key. A cell has the colour of the query's rank if the
+    query sees the key; with `step`, only if a ring computes the pair in that step.
+    Chapter 16.
     """
     assigned = assign(LENGTH, ranks, assignment)
     owner = {p: rank for rank, its in enumerate(assigned) for some in its for p in some}

@@ -47,7 +47,7 @@ def my_ring(
 def my_gradient_check(
     function: Callable[..., Tensor], tensors: Sequence[Tensor]
 ) -> list[bool]:
-    """Compare the slope in a random direction with the slope that the gradient says."""
+    """Compare the slope in a random direction with the slope that gradients predict."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     weights = torch.rand_like(function(*inputs)) + 0.5
     (function(*inputs) * weights).sum().backward()

@@ -23,7 +23,7 @@ from ddp_course.theory import dispatch_volume
 
 CONFIG = GPTConfig()
 E, K, N, C = 8, 2, 256, CONFIG.d_model  # experts, chosen, tokens of a rank, channels
-ROW = 4 * C  # bytes
+ROW = 4 * C  # bytes of a token's row
 
 Compute = Callable[[Sequence[nn.Module], Tensor, list[int]], Tensor]
 
@@ -34,10 +34,10 @@ class Exchange:
 
     Attributes:
         error: the largest difference from one process, of outputs and gradients.
-        forward, backward: bytes that this rank sent, counted; the counts of rows, 8
-            bytes for each expert of another rank, are left out.
-        away, arriving: rows that it sent to other ranks, and received from them.
-        computed: rows that its experts computed.
+        forward, backward: bytes that this rank sent, as metered. They do not include
+            the counts of rows, 8 bytes for each expert of another rank.
+        away, arriving: rows that this rank sent to others, and received from them.
+        computed: rows that this rank's experts computed.
     """
 
     error: float
@@ -56,7 +56,7 @@ def build_mixture(kind: type[NaiveMixture] = NaiveMixture) -> NaiveMixture:
 
 
 def drawn(hot: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the tokens of four ranks and a gradient of their outputs, (4 N, C).
+    """Return the tokens of four ranks and a gradient of their outputs, (4 N, C) each.
 
     `hot` moves the tokens towards expert 0's row of the router.
     """
@@ -74,7 +74,7 @@ def share(whole: Tensor | nn.ModuleList) -> Tensor | nn.ModuleList:
 def against_one_process(way: str, hot: float = 0.0) -> Exchange:
     """Run a mixture on this rank's tokens and experts, and compare with one process.
 
-    `way` is "gathered" or "dispatched".
+    `way` is "gathered" or "dispatched"; `hot` is passed to `drawn`.
     """
     tokens, dout = drawn(hot)
     whole, mine = build_mixture(), build_mixture()
@@ -106,7 +106,7 @@ def against_one_process(way: str, hot: float = 0.0) -> Exchange:
 
 
 def _counted(function: Callable[[], Tensor | None], way: str) -> tuple[Any, float]:
-    """Return what a function returns, and the bytes that this rank sends in it."""
+    """Call a function; return its result and the bytes that this rank sends in it."""
     with ByteMeter() as meter, TorchCollectives() as torchs:
         result = function()
     if way == "dispatched":  # PyTorch does not record how an all-to-all is split
@@ -115,10 +115,10 @@ def _counted(function: Callable[[], Tensor | None], way: str) -> tuple[Any, floa
 
 
 def in_words(way: str, seen: Exchange) -> str:
-    """Describe an observation, and whether the bytes are those of the formula."""
+    """Describe an observation, and say whether its bytes equal the formula's."""
     volume = dispatch_volume(seen.away, seen.arriving, C, experts=E, ranks=4)
     sent = 2 * 3 * N * ROW if way == "gathered" else volume.backward
-    other = 3 * N * K * 4 if way == "gathered" else 0  # weights; experts have 8 bytes
+    other = 3 * N * K * 4 if way == "gathered" else 0  # weights; choices: 8 bytes
     equal = (seen.forward, seen.backward) == (sent + 3 * other, sent + other)
     return (
         f"{way:10} as one process: {seen.error < 1e-4}; sends {sent // ROW} rows and "
@@ -129,7 +129,7 @@ def in_words(way: str, seen: Exchange) -> str:
 def waited_forward(hot: float, seconds: float) -> tuple[int, list[Event]]:
     """Run forward with experts that sleep `seconds` for each row.
 
-    Returns the rows that this rank's experts had, and the events.
+    Returns the number of rows that this rank's experts had, and the events.
     """
     x = share(drawn(hot)[0])
     chosen, weights = top_k_weights(build_mixture().router(x), K)
@@ -146,7 +146,7 @@ def waited_forward(hot: float, seconds: float) -> tuple[int, list[Event]]:
 
 
 def expert_gradients() -> tuple[Tensor, Tensor]:
-    """Return a gradient of an expert, of all ranks' mean losses, and in one process."""
+    """Return an expert's gradient summed over all ranks' losses, and one process's."""
     (tokens, _), whole, mine = drawn(), build_mixture(), build_mixture()
     x, experts = share(tokens), share(mine.experts)
     chosen, compute = (
@@ -180,8 +180,8 @@ def busy_segments(
 ) -> Tensor:
     """Return the outputs of the experts that have rows, as `compute_segments` does.
 
-    Without any row, no output depends on the rows, and backward does not exchange them:
-    a planted mistake. NVIDIA/Megatron-LM#4851 was such a one.
+    This is a planted mistake: on a rank without any row, no output depends on the rows,
+    and backward skips their exchange. NVIDIA/Megatron-LM#4851 was such a mistake.
     """
     experts = [*experts] * (len(counts) // len(experts))
     parts = zip(experts, rows.split(counts), counts, strict=True)

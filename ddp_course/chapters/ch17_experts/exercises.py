@@ -24,16 +24,16 @@ def check_my_kept(answer: Answer) -> str:
 
     In which order do choices stand in the queue of an expert?
 
-    Keep a number for each expert. Walk through column 0 from the first token to the
-    last, then through column 1: a choice fits while its expert's number is below the
-    limit, and each choice adds 1 to it.
+    Keep a count for each expert. Walk through column 0 from the first token to the
+    last, then through column 1: a choice fits while its expert's count is below the
+    limit, and each choice adds 1 to that count.
     """
     same_as(answer, solutions.my_kept, _choices, cases=80, hints={"right": _about_kept})
     return "80 batches, with limits from 0 up, k up to 3, and experts that nobody chose"
 
 
 def _choices(d: Draw) -> tuple[Tensor, int, int]:
-    many = d.case == 9  # places in the queue beyond the whole numbers of float16
+    many = d.case == 9  # queues so long that float16 cannot count their places
     num_experts = 4 if many else d.same.choice([4, 5, 8])
     k, tokens = d.same.randint(1, 3), d.same.choice([1, 2, 5, 9, 0, 600])
     k, tokens = (2, 5000) if many else (k, tokens)
@@ -49,7 +49,8 @@ def _about_kept(case: Case) -> str:
         return f"keeps {max(kept)} tokens of an expert; the limit is {limit}."
     if case.got.sum() < case.wanted.sum():
         return (
-            f"keeps {shown(case.got)}; {int(case.wanted.sum())} choices have a place."
+            f"keeps {shown(case.got)}; there is room for {int(case.wanted.sum())} "
+            "choices."
         )
     return (
         f"keeps {shown(case.got)}; expected {shown(case.wanted)}. All first choices "
@@ -67,11 +68,11 @@ def check_my_dispatch(answer: Answer) -> str:
     What must a rank know before it can receive rows, and who knows it?
 
     Count your rows for each expert, and exchange these counts by an all-to-all of
-    whole numbers. Sort your rows by expert: then those for a rank lie together, and an
-    all-to-all with unequal splits exchanges them. They arrive by rank, then by expert:
-    sort them by expert, stably.
+    whole numbers. Sort your rows by expert: then the rows for one rank lie together,
+    and an all-to-all with unequal splits exchanges them. Rows arrive by rank, then by
+    expert: sort them by expert, stably.
     """
-    hint = "Every rank calls the same collectives, also one that has no rows."
+    hint = "Every rank calls the same collectives, even a rank without rows."
     same_on_ranks(
         *(answer, solutions.my_dispatch, _rows),
         worlds=(2, 3, 1),
@@ -79,7 +80,7 @@ def check_my_dispatch(answer: Answer) -> str:
         hints={"fits": _about_rows, "right": _about_rows, "bytes": _SENT},
         hint=hint,
     )
-    return "24 batches on one to three real ranks, unequal ones; no row travels in vain"
+    return "24 batches of unequal sizes on 1 to 3 real ranks; no row is sent in vain"
 
 
 _SENT = "wrote {written:,} bytes; {needed:,} are enough: a row goes to one rank only."
@@ -110,7 +111,7 @@ def _about_rows(case: Case) -> str:
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"returned {shown(got)}; expected {shown(wanted)}."
     same = torch.equal(got.double().sum(1).sort()[0], wanted.double().sum(1).sort()[0])
-    why = "the right rows in another order" if same else "other rows"
+    why = "the right rows in another order" if same else "wrong rows"
     return f"returned {why}: by expert, then by rank, then in the rank's own order."
 
 
@@ -121,11 +122,11 @@ def _about_rows(case: Case) -> str:
 def check_my_auxiliary_loss(answer: Answer) -> str:
     """`my_auxiliary_loss(scores, chosen)`: this rank's part of the loss of all tokens.
 
-    Which factor of the sum belongs to all ranks, and has no gradient?
+    Which factor of each term is the same on all ranks, and has no gradient?
 
     All-reduce the counts of choices, whole numbers: they give the share of each expert
-    and, with k, how many tokens all ranks have. The mean probability over all tokens is
-    a sum of parts, and yours is the sum over your tokens divided by that number.
+    and, with k, the number of all ranks' tokens. The mean probability over all tokens
+    is a sum of one part per rank: the sum over its tokens, divided by that number.
     """
     same_on_ranks(
         _called_by(_with_gradient, answer),
@@ -134,9 +135,9 @@ def check_my_auxiliary_loss(answer: Answer) -> str:
         watch=["collectives"],
         most_calls=3,
         hints={"fits": _about_loss, "right": _about_loss},
-        hint="Every rank all-reduces the same numbers, also one without tokens.",
+        hint="Every rank calls the same all-reduces, even a rank without tokens.",
     )
-    return "24 batches on 1 to 3 real ranks, unequal ones: the loss and its gradient"
+    return "24 batches of unequal sizes on 1 to 3 real ranks: the loss and its gradient"
 
 
 def _called_by(use: Callable, answer: Answer) -> Answer:
@@ -144,7 +145,7 @@ def _called_by(use: Callable, answer: Answer) -> Answer:
 
 
 def _with_gradient(function: Callable, scores: Tensor, chosen: Tensor) -> Any:
-    """Return a loss and the gradient of the scores."""
+    """Return the loss, and its gradient in `scores`; None if it has none."""
     original, scores = scores, scores.clone().requires_grad_()
     loss = function(scores, chosen)
     original.copy_(scores.detach())  # the kit sees whether the scores were changed
@@ -157,7 +158,7 @@ def _with_gradient(function: Callable, scores: Tensor, chosen: Tensor) -> Any:
 def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     num_experts, k = d.same.choice([4, 7]), d.same.randint(1, 3)
     size = 0 if d.rank == d.zeros_on and d.n > 1 else d.own.randint(2, 40)
-    if d.case == 1:  # counts beyond the whole numbers of float16
+    if d.case == 1:  # more choices than float16 can count
         size = d.own.randint(9000, 9999)
     dtype = torch.float64 if d.case % 3 == 2 else torch.float32
     random = torch.Generator().manual_seed(10 * d.number + d.rank)
@@ -172,17 +173,17 @@ def _scores(d: Draw) -> tuple[Tensor, Tensor]:
 def _about_loss(case: Case) -> str:
     (loss, gradient), (right, slope) = case.got, case.wanted
     if gradient is None:
-        return f"returned {shown(loss)}; expected a loss through which backward can go."
+        return f"returned {shown(loss)}; expected a loss that has a gradient."
     if loss.dtype != right.dtype:
         return f"returned a loss of {loss.dtype}; the scores are of {right.dtype}."
     if loss.shape != right.shape or not torch.allclose(loss, right):
         return (
             f"returned the loss {shown(loss)}; expected {shown(right)}. Shares and the "
-            "number of tokens are those of all ranks, probabilities your own."
+            "number of tokens are of all ranks, probabilities of your own tokens."
         )
     if torch.allclose(gradient, slope):  # shares may have been computed in float32
         return ""
-    return f"has another gradient: {shown(gradient)}; expected {shown(slope)}."
+    return f"has a wrong gradient: {shown(gradient)}; expected {shown(slope)}."
 
 
 # ---- my_two_averages -----------------------------------------------------------------
@@ -192,11 +193,12 @@ def _about_loss(case: Case) -> str:
 def check_my_two_averages(answer: Answer) -> str:
     """`my_two_averages(dense, experts, replicas)`: average all gradients in place.
 
-    Of how many ranks' tokens has an expert's gradient seen something already?
+    How many ranks' tokens already contribute to an expert's gradient?
 
-    All ranks have the dense parameters: all-reduce those gradients over all. An expert
-    is on the ranks of `replicas` alone: all-reduce these among them. But the loss is a
-    mean over all ranks, so both kinds are divided by the same number.
+    All ranks have the dense parameters: all-reduce their gradients over all ranks. Only
+    the ranks of `replicas` have the same experts: all-reduce these gradients in that
+    group. But the loss is a mean over all ranks, so divide both kinds by the same
+    number.
     """
     same_on_ranks(
         _called_by(_in_group, answer),
@@ -207,12 +209,11 @@ def check_my_two_averages(answer: Answer) -> str:
         hints={"in_place": _about_average},
         hint="Ranks of one group call the same collectives in the same order.",
     )
-    return "24 lists on 2 to 4 real ranks, of which 1, 2 or all have the same experts"
+    return "24 lists on 2 to 4 real ranks; 1, 2 or all of them have the same experts"
 
 
-_GROUPS: dict[
-    int, dist.ProcessGroup
-] = {}  # how many ranks share the experts -> replicas
+# ranks that divide the experts among them -> the group of this rank's replicas
+_GROUPS: dict[int, dist.ProcessGroup] = {}
 
 
 def _in_group(

@@ -1,4 +1,4 @@
-"""Tokens that travel to their experts; who is busy, and what is dropped."""
+"""Tokens that travel to their experts; busy experts, and dropped choices."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ def journey() -> Drawing:
 
 
 def popular(skew: float) -> list[int]:
-    """Return each expert's choices if each is `skew` times less popular than before.
+    """Return how often each expert is chosen.
 
-    A token chooses an expert once at most, so no expert has more than all tokens.
+    Each is `skew` times as popular as the next. But a token chooses an expert at most
+    once, so no expert has more than TOKENS choices.
     """
     found = [0] * EXPERTS
-    for _ in range(TOKENS * K):  # to the expert that lacks most
+    for _ in range(TOKENS * K):  # add a choice to the expert that lacks most
         missing = {
             e: skew**-e / (found[e] + 1) for e in range(EXPERTS) if found[e] < TOKENS
         }
@@ -72,7 +73,11 @@ def popular(skew: float) -> list[int]:
 
 
 def work(skew: float = 1.5, factor: float | None = None) -> Drawing:
-    """Draw the load of 8 experts on 4 ranks, and what a capacity drops. Chapter 17."""
+    """Draw the load of 8 experts on 4 ranks, and what a capacity factor drops.
+
+    Each expert is `skew` times as popular as the next. Without `factor` no choice is
+    dropped. Chapter 17.
+    """
     loads = popular(skew)
     limit = TOKENS if factor is None else capacity(TOKENS, EXPERTS, K, factor)
     kept = [min(load, limit) for load in loads]
@@ -128,7 +133,7 @@ def load_map(shares: Mapping[str, Tensor]) -> Drawn:
             vmin=0,
             vmax=100 / K,
             origin="lower",
-            interpolation="nearest",  # experts are rows with sharp edges
+            interpolation="nearest",  # do not blur neighbouring experts
         )
         one.set(title=name, xlabel="step")
         last = share[-50:].mean(0).round().int().tolist()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def my_kept(chosen: Tensor, num_experts: int, limit: int) -> Tensor:
-    """Count the first choices of each expert, then the second ones."""
+    """Fill each expert's places with first choices, then with second choices."""
     kept = torch.zeros_like(chosen, dtype=torch.bool)
     taken = [0] * num_experts
     for choice in range(chosen.shape[1]):
@@ -21,7 +21,7 @@ def my_kept(chosen: Tensor, num_experts: int, limit: int) -> Tensor:
 def my_dispatch(
     rows: Tensor, expert: Tensor, num_experts: int
 ) -> tuple[Tensor, list[int]]:
-    """Exchange counts, then rows that are sorted by expert; sort what arrives."""
+    """Exchange counts, then rows sorted by expert; sort the rows that arrive."""
     n = dist.get_world_size()
     to_each = torch.bincount(expert, minlength=num_experts).view(n, -1)
     from_each = torch.empty_like(to_each)

@@ -21,13 +21,13 @@ class BalancedMixture(RoutedMixture):
     """A mixture of these experts, whose router has a bias.
 
     Attributes:
-        scores, chosen: those of the last forward, (N, E) and (N, k).
+        scores, chosen: scores and chosen experts of the last forward, (N, E), (N, k).
         bias: (E,), added to the scores for the choice, not for the weights.
     """
 
     def __init__(self, experts: list[nn.Module], channels: int) -> None:
         super().__init__(iter(experts).__next__, channels, len(experts), K)
-        nn.init.normal_(self.router.weight, std=0.02)  # as the GPT's own matrices
+        nn.init.normal_(self.router.weight, std=0.02)  # like the GPT's own matrices
         self.bias = torch.zeros(len(experts))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def train_mixtures(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, corpus = build_gpt(CONFIG), load_corpus()
-    others = [build_gpt(CONFIG, seed) for seed in range(E)]  # an expert of each
+    others = [build_gpt(CONFIG, seed) for seed in range(E)]  # each yields one expert
     for i, block in enumerate(model.blocks):
         block.mlp = BalancedMixture(
             [gpt.blocks[i].mlp for gpt in others], CONFIG.d_model

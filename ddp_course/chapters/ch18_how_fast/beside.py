@@ -1,4 +1,4 @@
-"""Counted FLOPs, this machine's speeds, and what parts and steps of the GPT reach."""
+"""Counted FLOPs, this machine's speeds, and speeds of the GPT's parts and steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def counted_flops(
 ) -> float:
     """Return the FLOPs of a token, forward and backward, as PyTorch counts them.
 
-    `fused` leaves attention to the CPU's fused kernel, which PyTorch does not count.
+    `fused` leaves attention to the CPU's fused kernel, which PyTorch does not count;
+    with `recomputed`, backward computes the blocks' forward again.
     """
     model = build_gpt(config)
     if recomputed:
@@ -62,7 +63,7 @@ class Machine:
 
     @classmethod
     def measured(cls) -> Machine:
-        """Return this core's speeds: multiply 1,024 x 1,024 matrices, copy 128 MB."""
+        """Measure this core: multiply 1,024 x 1,024 matrices, copy 64 MiB."""
         a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
         large = torch.randn(2**24)
         copy = torch.empty_like(large)
@@ -99,10 +100,10 @@ class Part:
 
 
 def parts(rows: int = 4096, channels: int = 1024) -> list[Part]:
-    """Measure parts of a transformer's layer on one core, of `rows` tokens.
+    """Measure the parts of a transformer's layer on one core, for `rows` tokens.
 
     Each part has more numbers than a core's own cache holds, but a large shared cache
-    may hold them. Attention is that of 1,024 tokens in each sequence.
+    may hold them. Attention runs over sequences of 1,024 tokens.
     """
     n, c = rows, channels
     x, wide = torch.randn(n, c), torch.randn(n, 4 * c)
@@ -133,7 +134,7 @@ def parts(rows: int = 4096, channels: int = 1024) -> list[Part]:
 def training_speed(
     config: GPTConfig, rows: int = 8, *, recomputed: bool = False
 ) -> float:
-    """Return the tokens per second of processor time of one core's training."""
+    """Return the tokens on which one core trains in a second of processor time."""
     model = build_gpt(config)
     if recomputed:
         recompute_blocks(model)
@@ -155,7 +156,7 @@ ROWS = 8  # rows of each rank, in one microbatch
 
 
 def foreseen_seconds(machine: Machine, link: float, ranks: int) -> float:
-    """Return the predicted seconds of a step of `WIDE` with so many ranks along dp.
+    """Return the predicted seconds of a step of `WIDE` on `ranks` ranks along dp.
 
     Args:
         machine: the speeds of one core, which is each rank's chip.
@@ -177,7 +178,8 @@ def real_step(times: int = 3) -> tuple[float, float]:
     """Return the least processor seconds of a step of `WIDE`, and bytes/s of the link.
 
     Called by one rank or two. The step computes, averages its gradients as PyTorch's
-    DDP does, and steps. Other programs do not count, nor does waiting for a message.
+    DDP does, and updates the weights. The time of other programs does not count, nor
+    does waiting for a message.
     """
     model = build_gpt(WIDE)
     link = 1.0
@@ -188,7 +190,7 @@ def real_step(times: int = 3) -> tuple[float, float]:
             _took(lambda: dist.all_reduce(tensor), time.perf_counter)
             for _ in range(times)
         )
-        link = tensor.nbytes / call  # a ring sends 2 (n - 1) / n: all of it, for n = 2
+        link = tensor.nbytes / call  # a ring sends 2 (n - 1) / n tensors: 1 for n = 2
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=True)
     x = torch.zeros(ROWS, WIDE.block_size, dtype=torch.int64)
 

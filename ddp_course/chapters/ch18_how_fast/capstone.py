@@ -1,4 +1,4 @@
-"""The capstone: a GPT, a cluster on which it is too large for any rank, and its runs.
+"""The capstone: a GPT, a cluster in which no single rank has room for it, and runs.
 
 `run` trains with `ddp_course.train.train` on real ranks (`bench.emulated`), and returns
 what was measured. `choices` are the layouts that `train` can run there. Chapter 18.
@@ -50,7 +50,7 @@ LOGGED, STEPS = 1, 4
 
 
 def cluster_of(ranks: int, delay: float = 1e-3) -> Cluster:
-    """Return nodes of four ranks; a message takes `delay` more than its link."""
+    """Return nodes of four ranks; `delay`: seconds of a message beyond its link."""
     return Cluster(
         CHIP, ranks, node=4, network=BETWEEN, latency=delay, reached=1, rails=False
     )
@@ -64,7 +64,7 @@ def measured_delay() -> float:
 
 
 def choices(ranks: int) -> Iterator[Candidate]:
-    """Yield the layouts of so many ranks that `train` can run.
+    """Yield the layouts for `ranks` ranks that `train` can run.
 
     Without a pipeline a rank computes all its rows at once. ZeRO-2 is left out: its one
     bucket would be as large as the gradients.
@@ -82,7 +82,7 @@ def choices(ranks: int) -> Iterator[Candidate]:
 
 
 def foreseen(layout: Candidate, cluster: Cluster) -> Prediction:
-    """Return the prediction of a layout of the capstone's GPT."""
+    """Return the prediction for the capstone's GPT in a layout."""
     return predict(GPT, cluster, layout, SOFTWARE)
 
 
@@ -120,10 +120,10 @@ def run(
 ) -> list[Measured]:
     """Train in each layout on the same ranks; return what was measured.
 
-    The first layout's run saves into the folder `checkpoint`, and resumes from it; its
-    `steps` are those that it adds. Raises OutOfMemory if a rank keeps more than LIMIT.
-    Other layouts are for comparison: their memory has no limit, since what a layout
-    leaves behind in a process would count.
+    The first layout's run resumes from the folder `checkpoint`, if it is not empty, and
+    saves into it; each run adds `steps` steps. Raises OutOfMemory if a rank keeps more
+    than LIMIT bytes. The other layouts are for comparison: their memory has no limit,
+    since what earlier layouts leave behind in a process would count.
     """
     folders = [checkpoint, *[None] * (len(layouts) - 1)]
     how = {"nnodes": ranks // 4, "nproc_per_node": 4, "links": LINKS, "output": "none"}
@@ -167,7 +167,7 @@ def _train(layout: Candidate, folder: Path | None, steps: int, limit: float) -> 
 
 
 def options_of(layout: Candidate) -> dict[str, int]:
-    """Return the options of `train` that ask for a layout."""
+    """Return the arguments with which `train` uses this layout."""
     parts = GPT.rows // (layout.dp * layout.microbatch)
     options = {axis: getattr(layout, axis) for axis in ("dp", "pp", "tp", "zero")}
     return options | ({"microbatches": parts} if layout.pp > 1 else {})

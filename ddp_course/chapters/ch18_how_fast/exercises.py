@@ -18,8 +18,8 @@ from ddp_course.planning.step_time import Candidate
 def check_my_flops(answer: Answer) -> str:
     """`my_flops(layers, hidden, vocab, sequence, recompute)`: FLOPs of one token.
 
-    How many numbers of a layer is a token multiplied with, and what is compared with
-    what in attention? Which of them does backward compute, and how often?
+    With how many weights of a layer is a token multiplied, and which products does
+    attention add? How many products does backward compute for each of forward's?
 
     A layer's matrices have 12 h² numbers, 2 FLOPs each; attention's two products cost 4
     h T; the output matrix 2 h V. Backward costs twice as much as forward. Recomputation
@@ -74,7 +74,7 @@ def check_my_exposed(answer: Answer) -> str:
     """
     hints = {"fits": _about_exposed, "right": _about_exposed}
     same_as(answer, solutions.my_exposed, _events, cases=60, hints=hints)
-    return "60 traces, with events that overlap, touch, and lie in each other"
+    return "60 traces, with events that overlap, touch, and contain each other"
 
 
 EASY = (
@@ -92,7 +92,7 @@ CLOCKS = 0, 0, -500, 100_000
 def _events(d: Draw) -> tuple[list[tuple[float, float, str]]]:
     if d.case < len(EASY):
         return ([*EASY[d.case]],)
-    # traces of milliseconds, too: rounding must not hide a wrong sum
+    # some traces have times of a fraction of a millisecond, to refuse rounded answers
     return (_spans(d, 4096 if d.case % 3 == 2 else 4),)
 
 
@@ -124,12 +124,12 @@ def _about_exposed(case: Case) -> str:
     if case.got == round(case.wanted, 3) != 0:
         return f"{found}: do not round."
     if case.got < 0:
-        return f"{found}: it cannot be less than nothing."
+        return f"{found}: a time cannot be below 0."
     if case.got in named:
         return f"{found}: {named[case.got]}."
     if case.got > case.wanted:
         return f"{found}: a second counts once, however many events run in it."
-    return f"{found}: only computing hides, and only while it runs."
+    return f"{found}: only computing hides communication, and only while it runs."
 
 
 # ---- my_straggler --------------------------------------------------------------------
@@ -139,11 +139,11 @@ def _about_exposed(case: Case) -> str:
 def check_my_straggler(answer: Answer) -> str:
     """`my_straggler(starts)`: the rank that costs the others most, and the seconds.
 
-    A collective ends when its last rank has come. How much sooner would it end, had
-    this one rank come with the second to last?
+    A collective ends when its last rank has joined. How much sooner would it end if
+    this rank had joined together with the second to last?
 
-    For each collective find who starts last, and charge this rank with the difference
-    from the one before. The rank with the largest sum is the answer.
+    For each collective find the rank that starts last, and add up its delay after the
+    second to last. The rank with the largest sum is the answer.
     """
     hints = {"fits": _about_straggler, "right": _about_straggler}
     same_as(answer, solutions.my_straggler, _starts, cases=60, hints=hints)
@@ -151,12 +151,12 @@ def check_my_straggler(answer: Answer) -> str:
 
 
 def _starts(d: Draw) -> tuple[list[list[float]]]:
-    """Return starts in which one rank alone costs most."""
+    """Return starts for which only one rank is the right answer."""
     while True:
         rows = _late_ranks(d)
         worst, _ = solutions.my_straggler(rows)
         mirrored, _ = solutions.my_straggler([row[::-1] for row in rows])
-        if worst == len(rows[0]) - 1 - mirrored:  # else two ranks would be right
+        if worst == len(rows[0]) - 1 - mirrored:  # else two ranks cost the same
             return (rows,)
 
 
@@ -169,7 +169,7 @@ def _late_ranks(d: Draw) -> list[list[float]]:
     for k in range(collectives):
         row = [k * 40 + r.choice([0, 1]) + 2 * x for x in r.sample(range(ranks), ranks)]
         row[late] += r.choice([0, 5, 9])
-        if d.case % 3 == 1:  # another one comes very late, once
+        if d.case % 3 == 1:  # another rank comes very late, once
             row[(late + 1) % ranks] += 7 * (k == 0)
         while row.count(max(row)) > 1:
             row[row.index(max(row))] += 1
@@ -211,21 +211,21 @@ def check_my_gaps(answer: Answer) -> str:
     """`my_gaps(events, start, end)`: when a rank neither computes nor sends.
 
     At which moments does a gap begin, and what ends it? What about the time before the
-    first event, and behind the last one?
+    first event, and after the last one?
 
-    Go through the events in the order of their starts, and remember how far the latest
-    end so far has reached. Where the next event starts later than that, there is a gap;
-    the end of the step closes the last one.
+    Go through the events in the order of their starts, and remember the latest end so
+    far. If the next event starts later than that, there is a gap between them; the end
+    of the step closes the last gap.
     """
     hints = {"fits": _about_gaps, "right": _about_gaps}
     same_as(answer, solutions.my_gaps, _a_step, cases=60, hints=hints)
     return (
-        "60 steps, with gaps at their ends, events that lie in each other, and events "
+        "60 steps, with gaps at their ends, events that contain each other, and events "
         "of other steps"
     )
 
 
-STEPS = (  # nothing runs; events in another order; two with events of other steps
+STEPS = (  # no events; unsorted events; two with events of other steps
     ([], 0.5, 2.0),
     ([(3.0, 4.0, "compute"), (0.0, 1.0, "compute")], 0.0, 4.0),
     ([(1.0, 2.0, "compute"), (6.0, 7.0, "compute")], 0.0, 4.0),
@@ -249,7 +249,7 @@ def _a_step(d: Draw) -> tuple[list[tuple[float, float, str]], float, float]:
         return [*events], start, end
     if d.case < len(EASY):
         (events,) = _events(d)
-    else:  # events of seconds, microseconds and milliseconds
+    else:  # times of seconds, microseconds and fractions of a millisecond
         events = _spans(d, (4, 2**20, 4096)[d.case % 3])
     ticks = 4096 if special > 0 and d.case % 2 else 4
     span = [t for a, b, _ in events for t in (a, b)] or [0.0]
@@ -274,7 +274,7 @@ def _about_gaps(case: Case) -> str:
     if any(a >= b for a, b in got):
         return f"{found}: where events touch or overlap, there is no gap."
     if any(a < start or b > end for a, b in got):
-        return f"{found}: what lies outside of the step is no gap in it."
+        return f"{found}: a gap lies inside the step."
     missing = [gap for gap in wanted if gap not in got]
     if len(missing) + len(got) == len(wanted) and all(
         (a == start or b == end) and b - a > 1e-3 for a, b in missing
@@ -286,7 +286,7 @@ def _about_gaps(case: Case) -> str:
     ended = [each for each in events if each[1] <= end]
     for counted in (begun, ended, [each for each in begun if each in ended]):
         if got == solutions.my_gaps(counted, start, end):
-            return f"{found}: an event that reaches beyond the step counts up to there."
+            return f"{found}: an event that reaches beyond the step counts in the step."
     for kind, why in WHY_BUSY.items():
         if got == solutions.my_gaps([e for e in events if e[2] == kind], start, end):
             return f"{found}: {why}, a rank is not idle."
@@ -310,12 +310,12 @@ WHY_BUSY = {
 def check_my_step_time(answer: Answer) -> str:
     """`my_step_time(forward, backward, bucket, layers, pp, m)`: seconds of a step.
 
-    What does a pipeline of p stages wait for, how often; and which bucket has nothing
-    left to hide behind?
+    For how many microbatches' time is a pipeline of p stages busy or waiting; and which
+    bucket has no computing left to hide behind?
 
-    1F1B takes m + p - 1 times one microbatch through a stage. Behind the last backward
-    the buckets form a queue: each is sent when its layer is done and the bucket before
-    it has gone. The last one is never hidden.
+    1F1B takes m + p - 1 times as long as one microbatch in one stage. During the last
+    backward the buckets form a queue: each is sent when its layer is done and the
+    bucket before it has been sent. The last one is never hidden.
     """
     hints = {"fits": _about_step, "right": _about_step}
     same_as(answer, solutions.my_step_time, _step, cases=60, hints=hints)
@@ -362,7 +362,7 @@ def _about_step(case: Case) -> str:
 
 # ---- my_layout -----------------------------------------------------------------------
 
-EXACT, TIMING, SLOWER = 0.1, 0.25, 1.25  # tolerances: memory and bytes; seconds; order
+EXACT, TIMING, SLOWER = 0.1, 0.25, 1.25  # tolerances: bytes; seconds; ratio to the best
 
 
 @exercise("my_layout", solution=solutions.my_layout)
@@ -370,13 +370,13 @@ def check_my_layout(answer: Answer) -> str:
     """`my_layout(cluster)`: a layout that fits and is fast, and what its steps cost.
 
     Which ranks are on one node, which axis crosses the nodes, and what does each layout
-    keep that others divide?
+    keep whole that others divide?
 
     Every layout in the list of choices can be predicted before any is run. Leave out
     those whose ledger comes too close to the limit, and take the one with the fewest
     seconds; its prediction has the other three numbers.
     """
-    _choice(answer, capstone.cluster_of(8))  # an untouched stub starts no ranks
+    _choice(answer, capstone.cluster_of(8))  # refuses a stub before ranks start
     delay, found = capstone.measured_delay(), []
     with TemporaryDirectory() as folder:
         for ranks in (8, 4):  # the second node fails after the first run
@@ -410,7 +410,7 @@ def _choice(answer: Answer, cluster: Cluster) -> tuple[Candidate, float, float, 
 def _judge_run(
     answer: Answer, cluster: Cluster, folder: str
 ) -> tuple[Candidate, capstone.Measured]:
-    """Run the answer's layout and the best found; judge the answer by both."""
+    """Run the answer's layout and the best one; judge the answer by both runs."""
     layout, memory, sent, seconds = _choice(answer, cluster)
     best = capstone.best_found(cluster)
     rows = f"{layout.microbatch} row{'s' * (layout.microbatch > 1)}"

@@ -1,4 +1,4 @@
-"""Where a step's seconds go, a roofline, and predictions beside what was published."""
+"""Where a step's seconds go, a roofline, and predictions beside published values."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GREYS = {"compute": "#C3C9D1", "bubble": "#FFFFFF", "optimizer": "#8A939E"}
 def steps(network: float = 50, node: int = 8, gpu: str = "h100") -> Drawing:
     """Draw where a step's seconds go, in some layouts of a 70B model on 512 GPUs.
 
-    `network` is in GB/s, of each GPU to other nodes; `node` how many GPUs share one.
-    Chapter 18.
+    `network`: GB/s from each GPU to other nodes; `node`: GPUs per node; `gpu`: a key of
+    `ACCELERATORS`. Chapter 18.
     """
     cluster = Cluster(ACCELERATORS[gpu], 512, node, network * GB)
     rows = [

@@ -19,7 +19,7 @@ def my_flops(
 
 
 def my_exposed(events: Sequence[tuple[float, float, str]]) -> float:
-    """Walk over all starts and ends, and count who is running."""
+    """Walk over all starts and ends, and count the running events of each kind."""
     edges = []
     for start, end, kind in events:
         edges += [(start, 1, kind), (end, -1, kind)]

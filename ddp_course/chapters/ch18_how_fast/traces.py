@@ -1,9 +1,9 @@
 """Profiles of ranks: recorded by PyTorch, merged for Perfetto, read as events.
 
-`torch.profiler` writes one trace per rank, whose processes and clocks know nothing of
-each other. `merged` makes one trace of them: process r is rank r, all times count from
-the earliest one, and no two ranks' arrows have the same number, else Perfetto would
-join them. (The ranks of one machine share a clock; hosts do not.)
+`torch.profiler` writes one trace per rank; each has its own process ids and its own
+time 0. `merged` joins them into one trace: process r is rank r, all times count from
+the earliest time 0, and no two ranks' arrows have the same number, else Perfetto would
+connect them. (The ranks of one machine share a clock; hosts do not.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ddp_course.measure import Event, EventLog, busy, overlap
 
 STEP, COMPUTE, AVERAGE, WAIT = "step", "compute", "all_reduce", "wait"
-GLOO = "gloo:all_reduce"  # from the launch on this rank to its end
+GLOO = "gloo:all_reduce"  # gloo's event: from this rank's call to the end
 NAMES = (STEP, COMPUTE, AVERAGE, WAIT, GLOO)
 FAULTS = ("none", "late rank", "no overlap", "host")
 LAYERS, WIDTH, ROWS = 4, 256, 512
@@ -32,8 +32,9 @@ def profiled(fault: str, folder: str) -> list[Event]:
     """Profile one step of this rank; write rank{r}.json, and return our own events.
 
     Args:
-        fault: one of FAULTS: nothing; rank 2 computes longer; gradients are sent when
-            backward has ended; the host does something else between two layers.
+        fault: one of FAULTS. "late rank": rank 2 computes longer; "no overlap":
+            gradients are sent when backward has ended; "host": the host does something
+            else after each layer.
         folder: where the trace is written.
     """
     rank, log = dist.get_rank(), EventLog()
@@ -49,13 +50,13 @@ def profiled(fault: str, folder: str) -> list[Event]:
 
 
 def _step(layers: list[nn.Linear], x: torch.Tensor, fault: str, log: EventLog) -> None:
-    """Compute the layers in order; average each gradient during the next layer."""
+    """Compute the layers, the last one first; average each gradient meanwhile."""
     under_way = []
     with record_function(STEP), log.span(STEP):
         for layer in reversed(layers):
             with record_function(COMPUTE), log.span(COMPUTE, lane=COMPUTE):
                 layer(x).square().mean().backward()
-                time.sleep(0.02)  # as long as a large layer
+                time.sleep(0.02)  # the time of a larger layer
                 if fault == "late rank" and dist.get_rank() == 2:
                     time.sleep(0.03)
             if fault == "host":
@@ -73,7 +74,10 @@ def _step(layers: list[nn.Linear], x: torch.Tensor, fault: str, log: EventLog) -
 
 
 def merged(folder: str | Path) -> dict[str, Any]:
-    """Return one trace of all rank*.json in a folder, which Perfetto opens."""
+    """Return one trace for Perfetto from all rank*.json in a folder.
+
+    Raises ValueError if the folder has none.
+    """
     traces = {}
     for path in sorted(Path(folder).glob("rank*.json")):
         traces[int(path.stem[4:])] = json.loads(path.read_text())
@@ -89,14 +93,14 @@ def merged(folder: str | Path) -> dict[str, Any]:
             if event.get("ph") == "M" and event["name"].startswith("process"):
                 continue
             moved = {"ts": event["ts"] + shift} if "ts" in event else {}
-            if "id" in event:  # an arrow from forward to backward, numbered anew
+            if "id" in event:  # an arrow from forward to backward: renumber it
                 moved["id"] = event["id"] * len(traces) + place
             everything.append(event | {"pid": rank} | moved)
     return {"traceEvents": everything, "displayTimeUnit": "ms"}
 
 
 def events_of(trace: dict[str, Any]) -> list[Event]:
-    """Return what ranks annotated, and gloo's all-reduces, as events in seconds."""
+    """Return annotated spans and gloo's all-reduces as events; times in seconds."""
     lanes = {AVERAGE: "communication", GLOO: "communication"}
     return [
         Event(
@@ -115,7 +119,8 @@ def shares(events: Sequence[Event]) -> tuple[float, float, float]:
     """Return three numbers that distinguish faults, over all ranks of a trace.
 
     The share of all steps in which communication runs and nothing computes; the share
-    in which neither runs; and the longest rank's mean all-reduce over the shortest's.
+    in which neither runs; and the longest of the ranks' mean all-reduce times, divided
+    by the shortest.
     """
     step = busy(events, STEP)
     computes, sends = busy(events, COMPUTE), busy(events, "communication")

@@ -10,10 +10,10 @@ Curve = list[tuple[int, float]]  # rows used so far, loss over all rows
 
 
 def grown(times_batch: int, times_lr: int) -> Curve:
-    """Train on each row once; in the second half change batch and learning rate.
+    """Train on each row once; multiply batch and learning rate in the second half.
 
     One process computes what the ranks would: they average the gradients of a batch,
-    whoever has which row.
+    however its rows are divided among them.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(ROWS, 16, generator=generator, dtype=torch.float64)

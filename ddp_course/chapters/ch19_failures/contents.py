@@ -1,7 +1,7 @@
 """A training run whose checkpoint lacks one of five parts; and streams of rows.
 
 A small model with dropout (so that a generator matters), AdamW, loss scaling that has
-found its scale, and another order of the rows in each epoch. `Run` needs one process.
+found its scale, and a new order of the rows in each epoch. `Run` needs one process.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ddp_course.failures.async_save import snapshot
 from ddp_course.failures.position import PositionSampler, SharedStream
 from ddp_course.precision import GradScaler
 
-CONTEXT, SAMPLES, BATCH = 8, 512, 32  # characters seen, rows of the data, of a batch
+CONTEXT, SAMPLES, BATCH = 8, 512, 32  # input characters, rows in all, rows per batch
 
 
 class Generators:
     """The state of PyTorch's generator, which draws dropout's masks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state."""
+        """Return the generator's state."""
         return {"cpu": torch.get_rng_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
+        """Restore the generator's state."""
         torch.set_rng_state(state["cpu"])
 
 
@@ -84,7 +84,7 @@ class Run:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def resume(self, checkpoint: Mapping[str, Any], without: Iterable[str] = ()) -> Run:
-        """Load all parts but some; return the run."""
+        """Load all parts except those named in `without`; return this run."""
         for name, part in self.parts.items():
             if name not in without:
                 part.load_state_dict(checkpoint[name])
@@ -92,10 +92,10 @@ class Run:
 
 
 def resumed(steps: int = 40, more: int = 40) -> dict[str, list[float]]:
-    """Return the last losses of a run, and of runs resumed after `steps` steps.
+    """Return the last `more` losses of a run, and of runs resumed after `steps` steps.
 
-    "whole" is not interrupted; "nothing left out" and the others, named after what was
-    left out, are new runs that load its checkpoint.
+    "whole" is the run that was not interrupted. The other keys name what a resumed run
+    does not load from its checkpoint: "nothing", or one of the parts of `Run`.
     """
     run = Run()
     run.train(steps)
@@ -107,7 +107,7 @@ def resumed(steps: int = 40, more: int = 40) -> dict[str, list[float]]:
 
 
 class Stream(IterableDataset):
-    """Rows 0 to 23, as a stream; divided among `ranks`, but not among workers."""
+    """A stream of rows 0 to 23, divided among `ranks`, but not among workers."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.rank, self.ranks = rank, ranks
@@ -118,7 +118,10 @@ class Stream(IterableDataset):
 
 
 def rows_of_streams(name: str) -> list[int]:
-    """Return the rows that a DataLoader with two workers loads on this rank."""
+    """Return the rows that a DataLoader with two workers loads on this rank.
+
+    `name` selects the stream: "as it is", "by ranks" or "by ranks and workers".
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     streams = {
         "as it is": Stream(),

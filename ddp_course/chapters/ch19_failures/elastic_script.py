@@ -1,4 +1,4 @@
-"""Train on as many nodes as there are: a program that torchrun starts. Chapter 19.
+"""Train on the nodes that are running: a program that torchrun starts. Chapter 19.
 
 torchrun --nnodes 1:2 --max-restarts 3 elastic_script.py run
 
@@ -32,10 +32,10 @@ def main() -> None:
 
 
 def train(folder: Path, steps: int = STEPS, lr: float = 0.05) -> dict:
-    """Train until `steps` steps are done, from where the checkpoint stands.
+    """Train from the last checkpoint on, until `steps` steps are done.
 
-    Returns the loss and the number of ranks of each step, and the rows in the order in
-    which all ranks together have used them.
+    Returns the loss and the number of ranks of each step, and all rows in the order in
+    which the ranks together have used them.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build_model()
@@ -46,7 +46,7 @@ def train(folder: Path, steps: int = STEPS, lr: float = 0.05) -> dict:
     for step in range(len(record["losses"]), steps):
         wait_for_permission(folder, step)
         batch = order[step * BATCH : (step + 1) * BATCH]
-        mine = batch.chunk(world_size)[rank]  # the batch is the same on any N
+        mine = batch.chunk(world_size)[rank]  # any number of ranks has the same batch
         loss = nn.functional.mse_loss(model(x[mine]), y[mine])
         optimizer.zero_grad()
         loss.backward()
@@ -79,7 +79,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 def save(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, record: dict
 ) -> None:
-    """Write a checkpoint beside the last one, and rename it when it is whole."""
+    """Write a checkpoint beside the last one, then rename it to replace that one."""
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     unfinished = folder / "checkpoint.new"
     torch.save({**states, "record": record}, unfinished)
@@ -100,7 +100,7 @@ def build_data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def note_start(folder: Path) -> None:
-    """Append this process's place to the folder's list of starts."""
+    """Append this process's node, rank and process id to the file `starts`."""
     names = "NODE", "RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"
     place = {name: os.environ.get(name) for name in names} | {"pid": os.getpid()}
     with (folder / "starts").open("a") as file:

@@ -79,18 +79,19 @@ def _about_interval(case: Case) -> str:
 
 @exercise("my_rows", solution=solutions.my_rows)
 def check_my_rows(answer: Answer) -> str:
-    """`my_rows(order, seen, old_ranks, batch, rank, ranks)`: its batches of the rest.
+    """`my_rows(order, seen, old_ranks, batch, rank, ranks)`: a resuming rank's batches.
 
-    Which rows of the order have all old ranks used together? What is left is cut
-    into global batches: what does a rank do with the last one?
+    Which rows of the order have all old ranks used together? The remaining rows are
+    cut into global batches: what does a rank do with the last one?
 
-    Each of the old ranks has used `seen` rows, so that many times their number are used
-    at the beginning of `order`. Cut the others into global batches of `batch` rows,
-    without an incomplete last one; rank r takes the r-th of equal parts of each.
+    Each of the old ranks has used `seen` rows; together they have used old_ranks times
+    as many, from the beginning of `order`. Cut the others into global batches of
+    `batch` rows, without an incomplete last one, and each batch into equal parts, one
+    for each of the new ranks.
     """
     hints = {"fits": _about_rows, "right": _about_rows}
     same_as(answer, solutions.my_rows, _position, cases=80, hints=hints)
-    return "80 resumes, from 1 to 6 ranks to 1 to 6 others"
+    return "80 resumed runs, with 1 to 6 ranks before and 1 to 6 after"
 
 
 def _position(d: Draw) -> tuple[list[int], int, int, int, int, int]:
@@ -121,7 +122,7 @@ def _about_rows(case: Case) -> str:
         (solutions.my_rows(order, seen, ranks, batch, rank, ranks),
          "the old ranks have used these rows, not the new ones"),
         (solutions.my_rows(order, seen, 1, batch, rank, ranks),
-         "all old ranks together have used more than one of them"),
+         "all old ranks together have used more rows than one of them"),
         (solutions.my_rows(order, 0, old, batch, rank, ranks),
          "rows that are used come again"),
         ([batch_of[rank::ranks] for batch_of in _whole(others)],
@@ -140,7 +141,7 @@ def _about_rows(case: Case) -> str:
 
 
 def _whole(parts: list[list[list[int]]]) -> list[list[int]]:
-    """Return the global batches of which these are all ranks' parts."""
+    """Join all ranks' parts of each batch into the global batch."""
     return [sum(batch, []) for batch in zip(*parts, strict=True)]
 
 
@@ -149,14 +150,14 @@ def _whole(parts: list[list[list[int]]]) -> list[list[int]]:
 
 @exercise("my_suspect", solution=solutions.my_suspect)
 def check_my_suspect(answer: Answer) -> str:
-    """`my_suspect(digests)`: which ranks are wrong, and the first comparison with it.
+    """`my_suspect(digests)`: the wrong ranks, and the first comparison that shows them.
 
-    Which ranks agree when some differ for the first time? How many must they be, so
-    that the others are wrong?
+    Which ranks agree when some differ for the first time? How many ranks must agree,
+    so that the others are wrong?
 
     Go through the comparisons until one is not unanimous. Count how often each digest
-    occurs in it. More than half of all ranks: the others are the suspects. Otherwise
-    nobody can tell.
+    occurs in it. If more than half of all ranks have the same digest, the others are
+    the suspects. Otherwise nobody can tell.
     """
     hints = {"fits": _about_suspect, "right": _about_suspect}
     same_as(answer, solutions.my_suspect, _digests, cases=80, hints=hints)
@@ -164,14 +165,14 @@ def check_my_suspect(answer: Answer) -> str:
 
 
 def _digests(d: Draw) -> tuple[list[list[int]]]:
-    """Return the ranks' digests by comparison; some ranks go wrong, one by one."""
+    """Draw the digests of all ranks in each comparison; some ranks become wrong."""
     r = d.same
     ranks, rows = r.choice([2, 3, 3, 4, 5, 6, 8]), r.randint(1, 6)
     wrong = r.sample(range(ranks), r.choice([0, 1, 1, 1, 2, ranks // 2, ranks - 1]))
     since = {rank: r.randrange(rows) for rank in wrong}
-    if d.case % 2:  # all at once
+    if d.case % 2:  # all become wrong in the same comparison
         since = dict.fromkeys(wrong, r.randrange(rows))
-    together = d.case % 3 == 0  # the wrong ones agree with each other
+    together = d.case % 3 == 0  # the wrong ranks agree with each other
     found = []
     for k in range(rows):
         right = r.randrange(1 - 2**63, 2**63)
@@ -184,7 +185,7 @@ def _digests(d: Draw) -> tuple[list[list[int]]]:
 
 
 def _another(r: Random, right: int) -> int:
-    """Return another digest; some differ in one bit, or in their sign."""
+    """Draw a wrong digest; some differ from the right one in one bit, or in sign."""
     return r.choice([r.randrange(-(2**63), 2**63), right ^ 1, right ^ 2**62, -right])
 
 
@@ -208,7 +209,7 @@ def _about_suspect(case: Case) -> str:
     if suspected is None:
         return f"{found}: more than half of the ranks agree, so the others are wrong."
     if not isinstance(suspected, (tuple, list)):
-        return f"{found}: a list of ranks, also if it is one."
+        return f"{found}: a list of ranks, even of one rank."
     if {*suspected} == {*range(len(digests[0]))} - {*ranks}:
         return f"{found}: those are the ranks that agree."
     if [*suspected] == [rank + 1 for rank in ranks]:
@@ -225,12 +226,12 @@ def _about_suspect(case: Case) -> str:
 def check_my_diagnosis(answer: Answer) -> str:
     """`my_diagnosis(calls, where)`: the cause of a hang, and the rank that caused it.
 
-    A rank that waits is a victim. For whom does it wait: who of its group has made
-    fewer calls in this group?
+    A rank that waits is a victim. For which rank does it wait: which rank of its group
+    has made fewer calls in this group?
 
     If a rank of the group is behind, and neither in a collective nor in recv, it is the
-    cause. If nobody is, all stand in collectives: compare the last calls of the ranks
-    of the smallest group, of which one differs, by its name or by its group.
+    cause. If there is none, all ranks wait in collectives: compare the last calls of
+    the smallest group's ranks. One call differs, by its name or by its group.
     """
     hints = {"fits": _about_diagnosis, "right": _about_diagnosis}
     same_as(answer, solutions.my_diagnosis, _hang, cases=80, hints=hints)
@@ -242,7 +243,7 @@ NAMES = "all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter"
 
 
 def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
-    """Draw some steps that went well, and a step that hangs."""
+    """Draw the calls and places of ranks after some good steps and one that hangs."""
     r, cause = d.same, CAUSES[d.case % 4]
     world = tuple(range(r.randint(4, 8)))
     part = tuple(sorted(r.sample(world, r.randint(3, len(world) - 1))))
@@ -262,12 +263,12 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
     name, other = r.sample(NAMES, 2)
     place = r.choice(["collective", "recv", "code", "returned"])
     gone = cause in ("stuck", "left") and place in ("code", "returned")
-    if gone:  # only a broadcast ends on one rank before all have come
+    if gone:  # only a broadcast may end on one rank before others have called it
         name, other = "broadcast", r.choice([n for n in NAMES if n != "broadcast"])
     outside = [rank for rank in world if rank not in group]
     if cause == "order" and r.random() < 0.5:  # the odd rank is in the other group
         call(part, name, but=odd)
-        wide = r.choice([name, other])  # one name, as two would be another fault
+        wide = r.choice([name, other])  # one name: two would be a second fault
         for rank in (odd, *outside):
             calls[rank].append((wide, world))
         return calls, where
@@ -286,14 +287,14 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
         where[one] = place
         if place == "recv":  # a message that the odd rank has not sent
             calls[one].pop()
-        if outside and r.random() < 0.5:  # one waits for a rank that waits
+        if outside and r.random() < 0.5:  # a rank waits for a rank that waits
             far = outside.pop()
             calls[far].append((other, tuple(sorted([far, waits]))))
-    # The others also wait for these ranks, unless one of them has gone on.
+    # The ranks outside the group wait for all ranks, or have finished.
     if cause in ("skipped", "order") or (not gone and r.random() < 0.3):
         for rank in outside:
             calls[rank].append((other, world))
-    else:  # nobody waits for the others
+    else:
         for rank in outside:
             where[rank] = r.choice(["returned", "code"])
     return calls, where
@@ -310,13 +311,13 @@ def _about_diagnosis(case: Case) -> str:
     if got[0] not in CAUSES:
         return f"{found}: a cause is one of {', '.join(CAUSES)}."
     if got[1] == rank and {got[0], cause} == {"skipped", "order"}:
-        return f"{found}: in one group a call was skipped; two groups are an order."
+        return f"{found}: in one group a call was skipped; in two, the order differs."
     if got[1] == rank:
         return f"{found}: look where this rank stands."
     if not isinstance(got[1], int) or got[1] not in range(len(where)):
         return f"{found}: ranks are 0 to {len(where) - 1}."
     if where[got[1]] == "recv":
-        return f"{found}: a rank in recv waits for a message, as a victim."
+        return f"{found}: a rank in recv waits for a message: it is a victim."
     if where[got[1]] in ("returned", "code"):
         return f"{found}: nobody waits for rank {got[1]}; look at the groups."
     if cause in ("stuck", "left"):

@@ -55,8 +55,8 @@ def lost_time(measured: Mapping[float, float], save: float, mean: float) -> Draw
 def betrayed(curves: Mapping[str, Sequence[float]]) -> Drawn:
     """Draw the losses of runs resumed from checkpoints in which one part is missing.
 
-    `curves` is from `contents.resumed`. Beside each: the difference from the run that
-    was not interrupted.
+    `curves` is from `contents.resumed`. The right column shows each run's difference
+    from the run that was not interrupted.
     """
     names = [name for name in curves if name not in ("whole", "nothing")]
     figure, rows = canvas((7.5, 6.4), nrows=len(names), ncols=2, sharex=True)
@@ -87,7 +87,7 @@ def betrayed(curves: Mapping[str, Sequence[float]]) -> Drawn:
 
 @plot
 def saved(runs: Mapping[str, SavedRun]) -> Drawn:
-    """Draw when training computes, waits for a save, and a file is written."""
+    """Draw when each run computes, waits for a save, and writes a file."""
     figure, axes = canvas((7, 0.9 + 0.8 * len(runs)))
     words = []
     for row, (name, run) in enumerate(runs.items()):

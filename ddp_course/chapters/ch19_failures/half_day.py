@@ -16,7 +16,7 @@ Piece = tuple[str, float, float]  # kind; start and end, in minutes
 
 
 def failures(gpus: int, seed: int) -> list[float]:
-    """Draw the minutes at which one of the GPUs fails, at a constant rate."""
+    """Sample the minutes at which one of the GPUs fails, at a constant rate."""
     dice, clock, found = Random(seed), 0.0, []
     while (clock := clock + dice.expovariate(gpus / (60 * DEVICE_HOURS))) < 60 * HOURS:
         found.append(clock)
@@ -26,7 +26,7 @@ def failures(gpus: int, seed: int) -> list[float]:
 def pieces(every: float, save: float, failed: Sequence[float]) -> Iterator[Piece]:
     """Yield the pieces of a training run: work kept, saves, work lost, and restarts.
 
-    Work counts as kept when the save after it is complete, or when the time is over.
+    Work counts as kept if the save after it is completed, or if no failure follows it.
     """
     clock = 0.0
     for end in (*failed, 60.0 * HOURS):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_course.launch import RankReport, spawn
 
-# ---- the hangs: the rank `odd` does something else than the others -------------------
+# ---- the hangs: the rank `odd` does not do the same as the others --------------------
 
 
 def skipped(odd: int) -> None:
@@ -32,7 +32,7 @@ def skipped(odd: int) -> None:
 
 
 def order(odd: int) -> None:
-    """Call the collectives of two groups in another order on one rank."""
+    """Call the collectives of two groups in a different order on one rank."""
     others = [(odd + 1) % dist.get_world_size(), (odd + 2) % dist.get_world_size()]
     three = dist.new_group(sorted([odd, *others]))
     gradients, norm = torch.ones(64), torch.ones(1)
@@ -68,10 +68,10 @@ HANGS = (skipped, order, stuck, left)
 
 @dataclass(frozen=True)
 class Findings:
-    """The answers of the tools about one launch.
+    """The tools' findings about one hang.
 
-    `reports` has where each rank stood; `calls[rank]` its collectives as (name, ranks
-    of the group), from the flight recorder; `analysis` is from `torchfrtrace`.
+    `reports` say where each rank stood; `calls[rank]` are its collectives as (name,
+    ranks of the group), from the flight recorder; `analysis` is from `torchfrtrace`.
     """
 
     reports: list[RankReport]
@@ -132,7 +132,7 @@ def _recorded(hang: Callable[[int], None], odd: int, folder: Path) -> None:
 def dump_recorder(folder: Path) -> None:
     """Write this rank's flight recorder as the file that `torchfrtrace` reads.
 
-    gloo records no names of groups, which the program needs: add the groups.
+    `torchfrtrace` needs the groups, which gloo does not record: they are added.
     """
     dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())
     groups = dist.distributed_c10d._world.pg_names.items()
@@ -161,8 +161,8 @@ def _calls(dump: dict) -> list[tuple[str, tuple[int, ...]]]:
 def analyse(folder: Path) -> list[str]:
     """Return what `torchfrtrace` finds: missing ranks, and the kind of a mismatch.
 
-    For a mismatch it also names a culprit: a rank that differs from the first rank that
-    it has read, which is not always the odd one.
+    For a mismatch `torchfrtrace` also names a culprit, which is not returned: it is any
+    rank that differs from the first one that was read, so not always the odd one.
     """
     program = "torch.distributed.flight_recorder.fr_trace"
     run = subprocess.run(

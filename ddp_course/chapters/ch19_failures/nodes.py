@@ -29,7 +29,7 @@ LATE_NODES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Nodes:
-    """Agents of torchrun by the names of their nodes; they share a folder."""
+    """The agents of torchrun, one per node, by node name; the nodes share a folder."""
 
     def __init__(self, folder: Path, timeout: float) -> None:
         self.folder, self.deadline = folder, time.monotonic() + timeout
@@ -38,7 +38,7 @@ class Nodes:
         self._seen = 0
 
     def start(self, name: str) -> None:
-        """Start a node; node "a" is where all nodes meet."""
+        """Start a node; node "a" hosts the rendezvous."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2"),
             *("--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"),
@@ -61,7 +61,7 @@ class Nodes:
         unfinished.replace(self.folder / "allowed")
 
     def kill(self, name: str) -> None:
-        """Let a node die: its agent first, or it would restart the rank."""
+        """Kill a node: its agent first, which would otherwise restart the rank."""
         [pid] = {s["pid"] for s in self.starts()[-2:] if s["NODE"] == name}
         self.agents[name].kill()
         self.agents.pop(name).wait()
@@ -69,13 +69,13 @@ class Nodes:
             os.kill(pid, signal.SIGKILL)
 
     def starts(self) -> list[dict]:
-        """Return the place of every rank that has started so far."""
+        """Return what every rank that has started has noted (`note_start`)."""
         path = self.folder / "starts"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def next_ranks(self, world_size: int) -> list[dict]:
-        """Wait until `world_size` ranks of one group have started; return them."""
+        """Wait until `world_size` more ranks have started; return what they noted."""
 
         def last() -> list[dict]:
             found = self.starts()[self._seen :][-world_size:]
@@ -88,12 +88,15 @@ class Nodes:
         return sorted(found, key=lambda each: each["NODE"])
 
     def steps(self) -> int:
-        """Return how many steps the checkpoint has."""
+        """Return the number of steps that the checkpoint contains."""
         path = self.folder / "checkpoint.pt"
         return len(torch.load(path)["record"]["losses"]) if path.exists() else 0
 
     def wait_for(self, condition: Callable, name: str) -> object:
-        """Return the condition's value as soon as it is true; raise at the deadline."""
+        """Wait until the condition is true, and return its value.
+
+        Raises RuntimeError if an agent fails before, or at the deadline.
+        """
         while not (value := condition()):
             ended = [agent for agent in self.agents.values() if agent.poll()]
             if ended or time.monotonic() > self.deadline:
@@ -106,7 +109,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def nodes(folder: Path, timeout: float) -> Iterator[Nodes]:
-    """Yield `Nodes` without a node yet; end all nodes and ranks at the block's end."""
+    """Yield `Nodes` that has no node yet; end all nodes and ranks after the block."""
     found = Nodes(folder, timeout)
     try:
         yield found
@@ -124,8 +127,8 @@ def nodes(folder: Path, timeout: float) -> Iterator[Nodes]:
 def leave_and_return(folder: Path, timeout: float = 120) -> tuple[list, dict]:
     """Let node b die after 4 steps of 12, and come back after 8.
 
-    Returns, for each of the three phases, the ranks' places as torchrun passed them;
-    and the record of the last checkpoint.
+    Returns, for each of the three phases, what the ranks noted (`note_start`); and the
+    record of the last checkpoint.
     """
     with nodes(folder, timeout) as both:
         both.allow(0)
@@ -155,7 +158,7 @@ def trained_in_parts(*parts: tuple[int, int]) -> dict:
 
 
 def _free_port() -> int:
-    """Return a free port that Linux gives nobody who asks for any port."""
+    """Return a free port outside the range from which Linux chooses ports itself."""
     for port in range(20_000 + os.getpid() % 10_000, 32_768):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))

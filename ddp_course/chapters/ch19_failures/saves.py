@@ -1,7 +1,7 @@
 """Saves during training: the time that they cost a step, and processes killed in them.
 
 A step sleeps for as long as a GPU would compute, so that the writer has the processor
-for itself.
+to itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SavedRun:
         """The seconds that a save costs a step: the least of all saves but the first.
 
         The first save allocates the memory for the copy; other processes on the same
-        machine can only make one longer.
+        machine can only make a save longer.
         """
         return min(end - start for start, end in self.blocked[1:])
 
@@ -70,12 +70,15 @@ def _span(spans: Spans):
 
 
 def saved_runs(folder: str) -> dict[str, SavedRun]:
-    """Train with each kind of save; on a rank, since PyTorch's needs a group."""
+    """Train with each kind of save. Runs on a rank: PyTorch's needs a process group."""
     return {kind: saved_run(kind, folder) for kind in SAVES}
 
 
 def saved_run(kind: str, folder: str, saves: int = 4) -> SavedRun:
-    """Save after every second step, or when the last save is written; see SAVES."""
+    """Train, and save after two steps or more, once the last save is written.
+
+    `kind` is one of SAVES.
+    """
     model, run = build_gpt(MODEL, seed=0), SavedRun()
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.zeros(1, 8, dtype=torch.int64)
@@ -102,7 +105,7 @@ def _saving(
     optimizer: torch.optim.Optimizer,
     run: SavedRun,
 ) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Return a function that saves after a step, and one that waits for the last."""
+    """Return a function that saves a step, and one that waits for the last save."""
     if kind == SAVES[2]:
         return _by_pytorch(folder, model, optimizer, run)
     background = kind == SAVES[1]

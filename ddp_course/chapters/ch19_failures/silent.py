@@ -38,13 +38,13 @@ class SilentRun:
 def silent_run(
     fault: str, batches: Sequence[int] = range(STEPS), state: State | None = None
 ) -> SilentRun:
-    """Train the course's GPT, smaller, on all ranks; called by every rank.
+    """Train a small version of the course's GPT on all ranks; called by every rank.
 
-    `batches` are the numbers of the batches to train on, one in each step. The fault
-    comes in step `WRONG_STEP`: on rank 1 a bit of a weight flips; on rank 2 updates are
-    a millionth too large from there on; on rank 1 the gradient is 256 times too
-    large, as if a bit of the exponents had flipped. `state` has the weights to begin
-    with; None means new ones.
+    `batches` are the numbers of the batches to train on, one in each step. `fault` is
+    one of FAULTS. It happens in step `WRONG_STEP`: on rank 1 a bit of a weight flips;
+    on rank 2 updates are a millionth too large from then on; on rank 1 the gradient is
+    256 times too large, as if a bit of the exponents had flipped. `state` has the
+    initial weights; None means new ones.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     model, run = build_gpt(CONFIG), SilentRun([], {}, {})

@@ -23,7 +23,7 @@ def my_interval(save: float, restart: float, one: float, gpus: int) -> float:
 def my_rows(
     order: list[int], seen: int, old_ranks: int, batch: int, rank: int, ranks: int
 ) -> list[list[int]]:
-    """Cut what the old ranks have not used into batches; take this rank's part."""
+    """Cut the rows that are not used yet into batches; take this rank's parts."""
     rows = batch // ranks
     mine = []
     for start in range(seen * old_ranks, len(order) - batch + 1, batch):
@@ -55,7 +55,7 @@ def my_suspect(
 def my_diagnosis(
     calls: Sequence[Sequence[tuple[str, tuple[int, ...]]]], where: Sequence[str]
 ) -> tuple[str, int]:
-    """Find a rank that others wait for; if all have come, one that differs."""
+    """Find a rank that others wait for; if all wait, the one with a different call."""
     last = {r: calls[r][-1] for r in range(len(where)) if where[r] == "collective"}
     for rank, (_, group) in last.items():
         come = [[g for _, g in calls[peer]].count(group) for peer in group]

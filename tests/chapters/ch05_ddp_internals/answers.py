@@ -53,7 +53,7 @@ ANSWERS = answers(
         reversed(once.values()) => once.values()
     buckets_in_order_but_not_within: the opposite order of registration
         in bucket => in bucket[::-1]
-    never_above_the_cap: it is closed as soon as it holds
+    never_above_the_cap: close it as soon as it holds
         >= limit.get => + parameter.nbytes > limit.get
     no_small_first_bucket: held its 1000 already before
         min(first, cap) => cap
@@ -156,7 +156,7 @@ ANSWERS = answers(
     when_the_first_has_come: was launched
         missing[len(under_way)] == 0 => missing[len(under_way)] < full[len(under_way)]
         p.grad.flatten() => (0 * p if p.grad is None else p.grad).detach().flatten()
-    as_they_fill: on all ranks the order must be that of buckets
+    as_they_fill: all ranks must launch in the order of
         while len(under_way) < len(buckets) and missing[len(under_way)] => if missing[k]
         buckets[len(under_way)] => buckets[k]
     not_divided: this is the sum; divide by the number of ranks
@@ -171,7 +171,7 @@ ANSWERS = answers(
         parameter.grad.copy_(mean.view_as(parameter)) => pass
     one_by_one: launch got 8 numbers
         append((flat, launch(flat)) => extend((p.grad, launch(p.grad)) for p in members
-    by_hand: send with `launch` alone
+    by_hand: send only with `launch`
         (flat, launch(flat)) => (flat, launch(flat))); dist.all_reduce(members[0].grad
     a_bucket_late: no overlap
         missing[len(under_way)] == 0 => not any(missing[: len(under_way) + 2])
@@ -179,7 +179,7 @@ ANSWERS = answers(
         in enumerate(buckets) => in ()
     views_of_gradients: view size is not compatible
         p.grad.flatten() => p.grad.view(-1)
-    last_one_at_the_end: The last bucket, too, leaves in the hook
+    last_one_at_the_end: Launch the last bucket, too, in the hook
         while len(under_way) < len(buckets) and
         => while len(under_way) < len(buckets) - 1 and
         for members, (flat, handle) in zip
@@ -212,7 +212,7 @@ ANSWERS = answers(
         rows = sum(len(x) for x, _ in => rows = len(microbatches[0][0]) * len(
     ten_at_most: expected 12 times a forward
         rows = sum => microbatches = microbatches[:10]; rows = sum
-    takes_them_out: your function changed the list
+    takes_them_out: has a changed list
         x, y = microbatches[-1] => x, y = microbatches.pop()
     always_sends: all but the last should send nothing
         with ddp.no_sync(): => with torch.enable_grad():
@@ -229,7 +229,7 @@ ANSWERS = answers(
                 loss.backward()
         x, y = microbatches[-1]
         (ddp(x, y) * len(x) / rows).backward()
-    mean_of_means: is not that of the mean over all rows
+    mean_of_means: is not the gradient of the mean over all rows
         for x, y in microbatches[:-1]:
             with ddp.no_sync():
                 (ddp(x, y) / len(microbatches)).backward()
@@ -241,7 +241,7 @@ ANSWERS = answers(
                 ddp(x, y).backward()
         x, y = microbatches[-1]
         ddp(x, y).backward()
-    forgets_the_others: is not that of the mean over all rows
+    forgets_the_others: is not the gradient of the mean over all rows
         x, y = microbatches[-1] => ddp.zero_grad(); x, y = microbatches[-1]
     one_large_batch: expected 3 times a forward and then its backward
         x, y = (torch.cat(column) for column in zip(*microbatches, strict=True))
@@ -262,7 +262,7 @@ ANSWERS = answers(
                 (ddp(x, y) * len(x) / KNOWN[0]).backward()
         x, y = microbatches[-1]
         (ddp(x, y) * len(x) / KNOWN[0]).backward()
-    averages_by_hand: more collectives than DDP's own
+    averages_by_hand: collectives beside DDP's own
         solutions.accumulate(ddp, microbatches)
         for p in ddp.parameters():
             if p.requires_grad:

@@ -45,7 +45,7 @@ ANSWERS = answers(
                     if hasattr(state, "untyped_storage"):
                         add("optimizer states", state)
         return ledger
-    looks_up_every_state: makes an empty one
+    looks_up_every_state: creates an empty state
         optimizer.state.values() => [optimizer.state[p] for p in parameters]
     of_half_of_the_types: Not every number has four bytes
         for tensor in tensors => for tensor in tensors if tensor.dtype == torch.float32
@@ -71,58 +71,58 @@ ANSWERS = answers(
         => return 4 * sum(tensor.numel() for tensor in tensors)
     gradients_are_always_there: `grad` is None
         count(p.grad for p in parameters if p.grad is not None) => count(parameters)
-    states_are_always_two: optimizer states are
+    states_are_always_two: bytes of optimizer states
         count(s for s in states if isinstance(s, Tensor)) => 2 * count(parameters)
     no_counts_of_steps: All tensors count
         () for tensor in tensors => () for tensor in tensors if tensor.dim()
-    forgets_the_bias: parameters are
+    forgets_the_bias: bytes of parameters
         () for tensor in tensors => () for tensor in tensors if tensor.dim() != 1
-    across_all_kinds: in another kind once more
+    across_all_kinds: once in each kind
         storages = [tensor.untyped_storage() for tensor in tensors]
         => storages = [tensor.untyped_storage() for tensor in tensors]
         => storages = [s for s in storages if s.data_ptr() not in counted]
         => counted.update(s.data_ptr() for s in storages)
         parameters = list(model.parameters()) => counted = set()
         => parameters = list(model.parameters())
-    numbers_of_python: A number of Python has no storage
+    numbers_of_python: A Python number has no storage
         ledger = solutions.my_ledger(model, optimizer)
         for state in (s for kept in optimizer.state.values() for s in kept.values()):
             ledger["optimizer states"] += 8 * isinstance(state, int)
         return ledger
-    states_by_object: Within its kind a storage counts once
+    states_by_object: counts once in each kind
         count(s for s in states if isinstance(s, Tensor))
         => sum(s.untyped_storage().nbytes() for s in states if isinstance(s, Tensor))
-    parameters_by_first_address: Within its kind a storage counts once
+    parameters_by_first_address: counts once in each kind
         count(parameters)
         => sum(s.nbytes() for s in
         =>     {p.data_ptr(): p.untyped_storage() for p in parameters}.values())
-    states_as_views: Within its kind a storage counts once
+    states_as_views: counts once in each kind
         count(s for s in states if isinstance(s, Tensor))
         => sum(s.nbytes for s in states if isinstance(s, Tensor))
-    in_the_first_call_only: count anew in every call
+    in_the_first_call_only: start from 0 in every call
         ledger = solutions.my_ledger(model, optimizer)
         for parameter in model.parameters():
             if hasattr(parameter, "counted"):
                 ledger["parameters"] = 0
             parameter.counted = True
         return ledger
-    gradients_of_the_optimizer: Parameters and gradients are the model's
+    gradients_of_the_optimizer: Count the model's parameters and gradients
         count(p.grad for p in parameters if p.grad is not None)
         => count(p.grad for g in optimizer.param_groups for p in g["params"]
         =>       if p.grad is not None)
-    states_of_the_first_group: states are those of all groups
+    states_of_the_first_group: the states of all groups
         optimizer.state.values()
         => [optimizer.state.get(p, {}) for p in optimizer.param_groups[0]["params"]]
     states_of_floats: All tensors in
         isinstance(s, Tensor) => isinstance(s, Tensor) and s.is_floating_point()
-    states_of_the_first_time: Count anew in every call
+    states_of_the_first_time: Start from 0 in every call
         ledger = solutions.my_ledger(model, optimizer)
         if not hasattr(optimizer, "counted"):
             optimizer.counted = ledger["optimizer states"]
         return ledger | {"optimizer states": optimizer.counted}
     only_the_total: expected a dictionary
         return sum(p.nbytes for p in model.parameters())
-    makes_gradients: other gradients or states than before
+    makes_gradients: changed gradients or states
         ledger = solutions.my_ledger(model, optimizer)
         for parameter in model.parameters():
             if parameter.grad is None:
@@ -163,7 +163,7 @@ ANSWERS = answers(
         + of_the_head =>
     no_logits: which do not fit
         + config.vocab_size =>
-    plain_attention: not there at the end of forward
+    plain_attention: not alive at the end of forward
         16 * c + 4 + config.n_head => 16 * c + 4 + config.n_head * (1 + t)
     sixteen_bits: which do not fit
         4 * t => 2 * t
@@ -210,7 +210,7 @@ ANSWERS = answers(
         =>     optimizers[parameter].step()
     keeps_the_gradients: still have a gradient
         optimizers[parameter].zero_grad() => pass
-    zeros_in_place_of_none: set it to None
+    zeros_in_place_of_none: set a gradient to None
         optimizers[parameter].zero_grad() => parameter.grad.zero_()
     does_nothing: still have a gradient
         in optimizers: => in ():
@@ -218,7 +218,7 @@ ANSWERS = answers(
         if p.requires_grad =>
     a_new_optimizer_each_time: states kept from step to step
         optimizers[parameter].step() => make_optimizer([parameter]).step()
-    keeps_them_in_a_list: Who keeps the others?
+    keeps_them_in_a_list: What keeps the others?
         zero_grad() => kept = parameter.grad; optimizers[parameter].zero_grad()
     frees_without_a_step: stepped once in a step
         optimizers[parameter].step() => pass
@@ -244,7 +244,7 @@ ANSWERS = answers(
                     p.grad = None
 
                 parameter.register_post_accumulate_grad_hook(hook)
-    all_at_the_last_one: Who keeps the others?
+    all_at_the_last_one: What keeps the others?
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer, came = make_optimizer(trained), []
 

@@ -133,7 +133,7 @@ ANSWERS = answers(
         all_gather_single(weights, mine.clone()) => pass
     a_new_momentum: change it in place
         momentum.mul_(beta).add_(mean) => momentum = momentum.mul(beta).add_(mean)
-    no_momentum: is its momentum kept in place
+    no_momentum: is the momentum changed in place
         momentum.mul_(beta).add_(mean) => momentum = mean
     the_own_gradient: your part of `weights` is wrong
         reduce_scatter_single(mean, gradient) => n = dist.get_world_size()

@@ -95,7 +95,7 @@ ANSWERS = answers(
                 ops += [] if keep and what == "forward" else [("free", unit)]
                 ops += [("reduce", unit)] if what == "backward" else []
         return ops
-    farthest_first: what is needed first is gathered first
+    farthest_first: gather the unit that is needed first
         order[k : k + 1 + prefetch] => order[k : k + 1 + prefetch][::-1]
     one_digit: the order of computing
         return ops => return [(what, int(f"{unit}"[-1])) for what, unit in ops]
@@ -168,7 +168,7 @@ ANSWERS = answers(
     overwrites_the_gradient: a second backward adds
         class Linear => shard.grad = None
         => class Linear
-    unfreezes_the_shard: a gradient of what is frozen
+    unfreezes_the_shard: a gradient of a frozen tensor
         class Linear => shard.requires_grad_()
         => class Linear
     plain_autograd: alive after forward
@@ -191,7 +191,7 @@ ANSWERS = answers(
         / world_size =>
     no_way_back_for_x: gradient of x
         return grad_x => return None
-    own_rows_only: it is the mean
+    own_rows_only: expected the mean
         return grad_x, reduce_scatter(grad.T @ x) => reduce_scatter(grad.T @ x)
         => rank = torch.distributed.get_rank()
         => return grad_x, (grad.T @ x).chunk(world_size)[rank]
@@ -202,7 +202,7 @@ ANSWERS = answers(
         return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size, "shard")
     fails_with_a_frozen_input: One of the differentiated Tensors does not
         return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size, "x")
-    a_copy_of_the_weight: Who keeps a copy of it?
+    a_copy_of_the_weight: Which variable keeps a copy of it?
         _Keeps.weights = [*getattr(_Keeps, "weights", ()), gather(shard).clone()]
         again = iter([_Keeps.weights[-1], None])
         return solutions.sharded_linear(

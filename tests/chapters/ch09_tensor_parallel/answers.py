@@ -49,10 +49,10 @@ ANSWERS = answers(
                 return total
 
         return Copy.apply(x)
-    silent_without_gradient: also one whose gradient is zero
+    silent_without_gradient: even one whose gradient is zero
         all_reduce(total) => if total.any():
         =>     all_reduce(total)
-    in_bfloat16: the sum of what the use
+    in_bfloat16: through the copy, summed
         gradient.clone() => gradient.bfloat16() + 0.001
         return total => return total.to(gradient.dtype)
     hook_on_x_itself: A hook on x itself sees both
@@ -77,7 +77,7 @@ ANSWERS = answers(
         return x.view_as(x) => total = x.clone(); all_reduce(total); return total
     mean_of_ranks: has the mean
         return total => return total / dist.get_world_size()
-    in_place: another gradient of b
+    in_place: a wrong gradient of b
         gradient.clone() => gradient
     two_all_reduces: one all-reduce
         all_reduce(total) => all_reduce(gradient.clone()); all_reduce(total)
@@ -126,7 +126,7 @@ ANSWERS = answers(
     in_bfloat16: rounded to a narrower type
         y = reduce_sum(F.linear(x.bfloat16(), weight.bfloat16()))
         return y.to(x.dtype) + bias
-    zeroes_the_input: changed what it was given
+    zeroes_the_input: has changed arguments
         y = reduce_sum(F.linear(x, weight)) + bias
         x.data.zero_()
         return y
@@ -217,7 +217,7 @@ ANSWERS = answers(
         mean().item(), gradient / tokens => sum().item(), gradient
     not_divided: 1 at the target
         gradient / tokens => gradient
-    in_place: changed what it was given
+    in_place: has changed arguments
         (logits - highest[:, None]) => logits.sub_(highest[:, None])
         - highest[mine] =>
     the_loss_alone: not (loss, gradient)
@@ -247,15 +247,15 @@ ANSWERS = answers(
         target[mine] = (logits - most[:, None])[mine, place[mine]].float()
         all_reduce(target, "sum")
         return (total.log() - target).mean(), powers / total[:, None] / len(targets)
-    silent_without_targets: also one that has none of the targets
+    silent_without_targets: even one that has none of the targets
         if not (targets // logits.shape[1] == dist.get_rank()).any():
             return 0.0, torch.zeros_like(logits)
         return solutions.vocab_loss(logits, targets, all_reduce)
-    one_buffer_for_all_gradients: a tensor of its own each time
+    one_buffer_for_all_gradients: return a new tensor each time
         loss, gradient = solutions.vocab_loss(logits, targets, all_reduce)
         buffer = BUFFERS.setdefault(logits.shape, torch.empty_like(gradient))
         return loss, buffer.copy_(gradient)
-    requires_grad_left: changed what it was given
+    requires_grad_left: has changed arguments
         logits.requires_grad_()
         return solutions.vocab_loss(logits.detach(), targets, all_reduce)
     first_word_kept: strided logits of float64

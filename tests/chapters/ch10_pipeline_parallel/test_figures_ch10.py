@@ -34,5 +34,5 @@ def test_the_curves_are_the_formula():
               if line.get_marker() == "o" and len(line.get_xdata())]  # fmt: skip
     assert points == [[[1, 51]], [[4, 21]], [[4, 44]]]
     no_texts_overlap(lambda: bubble_curve(MEASURED, shrinks, 12))
-    with pytest.raises(ValueError, match="p = 2, m = 1: 50 is no share"):
+    with pytest.raises(ValueError, match="p = 2, m = 1: share 50 is not in 0 to 1"):
         bubble_curve({2: {1: 50}}, shrinks, 12)

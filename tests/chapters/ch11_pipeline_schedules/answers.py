@@ -109,13 +109,13 @@ ANSWERS = answers(
         return placed + [f"{rank}W{k}" for k in ks[len(ks) - rank :]]
     ws_of_one_digit: For 2 ranks and 12 microbatches
         placed + due => [a[:2] + a[-1] if "W" in a else a for a in placed + due]
-    as_far_behind_as_the_first_rank: Do not put off more
+    as_far_behind_as_the_first_rank: Do not postpone more
         len(due) > rank => len(due) > 3
     at_once: zero-bubble's bubble is
         len(due) > rank => due
-    all_at_the_end: Do not put off more
+    all_at_the_end: Do not postpone more
         len(due) > rank => len(due) > len(row)
-    one_further_behind: Do not put off more
+    one_further_behind: Do not postpone more
         len(due) > rank => len(due) > rank + 1
     not_far_enough: zero-bubble's bubble is
         len(due) > rank => len(due) > rank // 2
@@ -123,7 +123,7 @@ ANSWERS = answers(
         return placed + due => return list(row)
     the_rest_is_forgotten: is missing
         return placed + due => return placed + due[:-1]
-    forwards_first: others wait for F and I
+    forwards_first: other ranks wait for F and I
         return placed + due => return sorted(placed + due, key=lambda a: "F" not in a)
     in_place: changed the list
         return placed + due => row[:] = placed + due; return row
@@ -176,11 +176,11 @@ ANSWERS = answers(
         return dict.fromkeys(range(len(rows))) | solutions.who_waits(rows)
     looks_once: Look at a rank again
         while going => for _ in range(1)
-    own_forward_forgotten: for ever, which needs
+    own_forward_forgotten: which needs
         f"{stage}F{k}" in done and =>
-    gradient_forgotten: for ever, which needs
+    gradient_forgotten: which needs
         and (stage == last or f"{stage + 1}B{k}" in done) =>
-    activation_forgotten: for ever, which needs
+    activation_forgotten: which needs
         return stage == 0 or f"{stage - 1}F{k}" in done => return True
     rank_for_stage: in reverse order
         stage == 0 => rank == 0
@@ -221,7 +221,7 @@ ANSWERS = answers(
                     at[rank] += 1
                     going = True
         return {r: row[at[r]] for r, row in enumerate(rows) if at[r] < len(row)}
-    any_microbatch: for ever, which needs
+    any_microbatch: which needs
         last = _last(rows)
 
         def can_run(action, done, rank):

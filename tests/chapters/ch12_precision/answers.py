@@ -74,7 +74,7 @@ ANSWERS = answers(
         return -size if sign == "1" else size => return size
     fraction_as_decimal: what fp16 keeps of
         / 2 ** len => / 10 ** len
-    infinity_has_no_sign: the sign is that of the infinity
+    infinity_has_no_sign: the sign is the sign of the infinity
         if sign == "1" else => if sign == "1" and "0" in exponent else
     of_numpy:
         return np.float64(solutions.from_bits(sign, exponent, fraction))
@@ -230,7 +230,7 @@ ANSWERS = answers(
         for w, step in zip(weights, steps, strict=True):
             w -= lr * step.view(w.shape)
         return True
-    flags_that_add_up_to_1: by all ranks or by none
+    flags_that_add_up_to_1: return whether all ranks step
         flag = torch.tensor(float(any(not g.isfinite().all() for g in gradients)))
         dist.all_reduce(flag)
         if flag == 1:
@@ -247,7 +247,7 @@ ANSWERS = answers(
         gradient / scale => gradient.view(-1).view(gradient.shape) / scale
     weights_in_other_memory: views of it keep the old numbers
         weight -= => weight.data = weight -
-    known_to_one: by all ranks or by none
+    known_to_one: return whether all ranks step
         dist. => mine = squares.isfinite(); squares.nan_to_num_(0, 0); dist.
         float(squares.sqrt()) => float(squares.sqrt()) if mine else math.inf
     clipped_before: First divide by the scale
@@ -257,7 +257,7 @@ ANSWERS = answers(
     own_norm: the norm of all ranks' gradients
         dist.all_reduce(squares) => total = squares.clone(); dist.all_reduce(total)
         float(squares.sqrt()) => float(squares.sqrt()) if total.isfinite() else math.inf
-    steps_anyway: by all ranks or by none
+    steps_anyway: return whether all ranks step
         squares = => gradients = [g.nan_to_num(0, 0, 0) for g in gradients]; squares =
     silent_without_gradients: Every rank calls the same all_reduce
         squares = torch.zeros => if not gradients:
@@ -276,23 +276,23 @@ ANSWERS = answers(
         => squares.zero_()
         => for gradient in sum(told, []):
         =>     squares += gradient.double().square().sum()
-    only_inf_is_seen: by all ranks or by none
+    only_inf_is_seen: return whether all ranks step
         found = torch.tensor([float(any(g.isinf().any() for g in gradients))])
         dist.all_reduce(found)
         if found:
             return False
         clean = [g.nan_to_num() for g in gradients]
         return solutions.agreed_step(weights, clean, scale, max_norm, lr)
-    rank_0_is_asked: by all ranks or by none
+    rank_0_is_asked: return whether all ranks step
         return asked(0, weights, gradients, scale, max_norm, lr)
-    the_last_rank_is_asked: by all ranks or by none
+    the_last_rank_is_asked: return whether all ranks step
         return asked(dist.get_world_size() - 1, weights, gradients, scale, max_norm, lr)
-    first_numbers_only: by all ranks or by none
+    first_numbers_only: return whether all ranks step
         clean = [g.nan_to_num(0, 0, 0) for g in gradients]
         for one, g in zip(clean, gradients, strict=True):
             one[:1] = g[:1]
         return solutions.agreed_step(weights, clean, scale, max_norm, lr)
-    minus_inf_is_missed: by all ranks or by none
+    minus_inf_is_missed: return whether all ranks step
         clean = [g.nan_to_num(torch.nan, torch.inf, 0.0) for g in gradients]
         return solutions.agreed_step(weights, clean, scale, max_norm, lr)
     squares_in_32_bits: no gradient of any rank is inf or nan

@@ -29,9 +29,9 @@ ANSWERS = answers(
         version - pulled[worker] => version - pulled[worker] + 1
     pulls_count: worker 1 has pushed after
         pulled[worker] = version => version += 1; pulled[worker] = version
-    since_the_first_pull: who pulls again has newer weights
+    since_the_first_pull: a worker that pulls again has newer weights
         pulled[worker] = version => pulled.setdefault(worker, version)
-    since_its_last_push: who pulls again has newer weights
+    since_its_last_push: a worker that pulls again has newer weights
         pulled[worker] = version => pulled.setdefault(worker, 0)
         version += 1 => version += 1; pulled[worker] = version
     workers_less_one: because
@@ -64,7 +64,7 @@ ANSWERS = answers(
                 found.append(int(version) - pulled[worker])
                 version += 1
         return found
-    since_anybodys_pull: those of others give a worker nothing
+    since_anybodys_pull: pulls bring this one no new ones
         version - pulled[worker] => version - max(pulled.values())
     by_its_own_clock: worker 1 has pushed after worker 2 pulled
         # Counts the worker's own pushes, as if they were all.
@@ -124,7 +124,7 @@ ANSWERS = answers(
         pulled[worker] = weights.clone() => pulled[worker] = weights
     on_the_callers_weights: work on a copy
         weights.clone(), {} => weights, {}
-    applied_twice: taken off once
+    applied_twice: subtracted once
         lr * gradient => 2 * lr * gradient
     the_last_is_forgotten: the record has pushes of
         in record: => in record[:-1]:
@@ -142,7 +142,7 @@ ANSWERS = answers(
             record, weights.double(), lambda w, x: gradient(w, x.to(weights.dtype)), lr
         )
         return exact.to(weights.dtype)
-    by_staleness: taken off once
+    by_staleness: subtracted once
         # A remedy that nobody has asked for.
         ages = iter(solutions.my_staleness(record))
         remedied = lambda *who: gradient(*who) / max(1, next(ages))  # noqa: E731
@@ -157,11 +157,11 @@ ANSWERS = answers(
     may_begin_sorted:
         slowest, *_ = sorted(clocks.values())
         return not clocks[worker] > slowest + bound
-    measured_from_the_fastest: with bound 0 nobody begins before
+    measured_from_the_fastest: with bound 0 all must end a gradient
         clocks[worker] - min(clocks.values()) => max(clocks.values()) - clocks[worker]
     less_than_the_bound: nobody is ahead
         <= => <
-    one_more: with bound 0 nobody begins before
+    one_more: with bound 0 all must end a gradient
         <= bound => <= bound + 1
     whoever_is_ahead: the slowest need not wait
         clocks[worker] - min => max(clocks.values()) - min
@@ -173,7 +173,7 @@ ANSWERS = answers(
         min(clocks.values()) => min(clocks[k] for k in clocks if k >= worker)
     of_the_others: ValueError
         clocks.values() => clock for who, clock in clocks.items() if who != worker
-    from_the_next_slowest: with bound 0 nobody begins before
+    from_the_next_slowest: with bound 0 all must end a gradient
         min(clocks.values()) => sorted(clocks.values())[:2][-1]
     nobody_is_too_far_away: the slowest need not wait
         clocks[worker] - min(clocks.values()) <= bound

@@ -41,15 +41,15 @@ ANSWERS = answers(
         return send
     forgets: has forgotten what was held back
         return compress
-    keeps_of_the_gradient_alone: has kept the rest of the last gradient alone
+    keeps_of_the_gradient_alone: has kept only the rest of the last gradient
         memory = wanted - sent => memory = gradient - sent
-    takes_it_off: takes off what it should add
+    takes_it_off: subtracts what it should add
         gradient + memory => gradient - memory
     keeps_what_was_sent: has forgotten what was held back
         memory = wanted - sent => memory = sent
     fades: all that was held back before
         gradient + memory => gradient + 0.9 * memory
-    adds_after_compressing: adds it after compressing
+    adds_after_compressing: adds the memory after compressing
         wanted = gradient if memory is None else gradient + memory
         => held = 0 if memory is None else memory
         compress(wanted) => compress(gradient)
@@ -150,14 +150,14 @@ ANSWERS = answers(
         flat.abs().topk(k).indices => torch.arange(k)
     sum_for_mean: is it the mean
         total / n => total
-    values_by_all_reduce: put where this rank had its own
+    values_by_all_reduce: stand at this rank's places
         indices = [torch.empty_like(mine) for _ in range(n)]
         => values = flat[mine]
         => dist.all_reduce(values)
         => total = torch.zeros_like(flat)
         => total[mine] = values
         => return (total / n).view_as(gradient)
-    places_sorted_alone: where *it* had them
+    places_sorted_alone: that rank's own places
         (indices, mine) => (indices, mine.sort().values)
     the_last_one_wins: both add up
         total[where] += what => total[where] = what
@@ -189,7 +189,7 @@ ANSWERS = answers(
         return (total / n).view_as(gradient) => return None
     seen_as_a_row: view size is not compatible
         gradient.flatten() => gradient.view(-1)
-    largest_squares: where *it* had them
+    largest_squares: that rank's own places
         flat.abs() => flat.square()
     values_as_float32: expected
         dist.all_gather(values, flat[mine])

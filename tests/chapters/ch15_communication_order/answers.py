@@ -298,11 +298,11 @@ ANSWERS = answers(
         _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
         => arrive = arrival([send(p.grad) for p in present], optimizer)
         => layer.register_forward_pre_hook(arrive)
-    after_the_layer_has_run: Before layer 0 ran, nothing had been waited for
+    after_the_layer_has_run: Before layer 0 ran, your hooks had waited for nothing
         _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
         => arrive = arrival([send(p.grad) for p in present], optimizer)
         => layer.register_forward_hook(arrive)  # the layer runs with old parameters
-    steps_without_waiting: Before layer 0 ran, nothing had been waited for
+    steps_without_waiting: Before layer 0 ran, your hooks had waited for nothing
         [send(p.grad) for p in present] => [send(p.grad) for p in present][:0]
     the_last_layers_handles_for_all: Before layer 0 ran, nothing
         _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
@@ -313,13 +313,13 @@ ANSWERS = answers(
         => def arrive(*_, its=optimizer, present=present):
         =>     arrival([send(p.grad) for p in present], its)()
         => layer.register_forward_pre_hook(arrive)
-    weights_only: Expected each gradient that there is
+    weights_only: Expected each existing gradient
         layer.parameters() => [layer.inner.weight]
     the_frozen_one_too: send got None
         if p.grad is not None =>
     all_that_could_have_one: send got None
         if p.grad is not None => if p.requires_grad
-    of_the_layer_itself_alone: Expected each gradient that there is
+    of_the_layer_itself_alone: Expected each existing gradient
         layer.parameters() => layer.parameters(recurse=False)
     sgd_by_hand: with the mean gradients
         _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
@@ -387,7 +387,7 @@ ANSWERS = answers(
         options = StateDictOptions(full_state_dict=True)
         whole = {name[7:]: tensor for name, tensor in state.items()}
         set_model_state_dict(theirs, whole, options=options)
-    theirs_is_saved: saved other weights than ours
+    theirs_is_saved: saved weights that are not ours
         ours.full_state_dict() => get_model_state_dict(theirs)
     whole_tensors: left whole tensors where PyTorch had shards
         dcp.save(ours.full_state_dict(), checkpoint_id=folder)

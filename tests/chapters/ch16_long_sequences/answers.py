@@ -72,7 +72,7 @@ ANSWERS = answers(
         return [list(range(r, length, ranks)) for r in range(ranks)]
     rounded_down: no rank has position
         -(-length // (2 * ranks)) => length // (2 * ranks)
-    with_the_padding: none behind the last
+    with_the_padding: none beyond the last
         min((k + 1) * size, length) => (k + 1) * size
     two_neighbours: a chunk from the front
         chunks[rank] + chunks[2 * ranks - 1 - rank]
@@ -131,10 +131,10 @@ ANSWERS = answers(
         k, v = handle.wait() => handle.wait()
     values_first: passed on something else
         pass_on(k, v) => pass_on(v, k)
-    the_mean_of_blocks: other outputs than attention over the whole
+    the_mean_of_blocks: outputs that differ from attention over the whole
         out, lse = merge(out, lse, *attend(q, k, v))
         => out = out + attend(q, k, v)[0] / ranks
-    the_last_block: other outputs than attention over the whole
+    the_last_block: outputs that differ from attention over the whole
         merge(out, lse, *attend(q, k, v)) => attend(q, k, v)
     over_its_queries: changed its queries
         return out => return q.copy_(out)

@@ -32,7 +32,7 @@ ANSWERS = answers(
         return (place <= limit).view(chosen.shape)
     one_too_many: the limit is
         taken[expert] < limit => taken[expert] <= limit
-    one_too_few: have a place
+    one_too_few: there is room for
         taken[expert] < limit => taken[expert] < limit - 1
     the_last_ones: All first choices come before
         enumerate(chosen[:, choice].tolist())
@@ -80,7 +80,7 @@ ANSWERS = answers(
         return torch.cat(segments), [len(one) for one in segments]
     sorted_by_rank_only: in another order
         return arrived[by_expert], from_each => return arrived, from_each
-    not_sorted_before: other rows
+    not_sorted_before: wrong rows
         rows[expert.argsort(stable=True)] => rows
     its_own_counts: returned the counts
         from_each.sum(0).tolist() => to_each.sum(0).tolist()
@@ -133,33 +133,33 @@ ANSWERS = answers(
         dist.all_reduce(both)
         share = both[:-1] / both[:-1].sum()
         return (share * scores.softmax(-1)).sum() * scores.shape[1] / both[-1]
-    of_its_own_tokens: those of all ranks
+    of_its_own_tokens: of all ranks
         return auxiliary_loss(scores, chosen) if len(scores) else scores.sum()
-    mean_of_losses: those of all ranks
+    mean_of_losses: of all ranks
         own = auxiliary_loss(scores, chosen) if len(scores) else scores.sum()
         return own / dist.get_world_size()
-    own_number_of_tokens: those of all ranks
+    own_number_of_tokens: of all ranks
         means = scores.softmax(-1).sum(0) / tokens
         => means = scores.softmax(-1).sum(0) / max(len(scores), 1)
-    without_k: those of all ranks
+    without_k: of all ranks
         counts.sum() / chosen.shape[1] => counts.sum()
-    without_e: those of all ranks
+    without_e: of all ranks
         return num_experts * => return
-    no_gradient: through which backward can go
+    no_gradient: that has a gradient
         scores.softmax(-1) => scores.detach().softmax(-1)
-    all_probabilities: those of all ranks
+    all_probabilities: of all ranks
         means = scores.softmax(-1).sum(0) / tokens
         => means = scores.softmax(-1).sum(0) / tokens
         => with torch.no_grad():
         =>     total = means.clone()
         =>     dist.all_reduce(total)
         => means = means + (total - means).detach()
-    sums_scores: those of all ranks
+    sums_scores: of all ranks
         scores.softmax(-1).sum(0) => scores.sum(0)
-    chooses_again: those of all ranks
+    chooses_again: of all ranks
         counts = torch.bincount(chosen.flatten()
         => counts = torch.bincount(scores.topk(chosen.shape[1]).indices.flatten()
-    experts_that_were_chosen: those of all ranks
+    experts_that_were_chosen: of all ranks
         return num_experts * => return (int(counts.nonzero().max()) + 1) *
     scores_in_place: changed `scores`
         return num_experts
@@ -167,7 +167,7 @@ ANSWERS = answers(
         => return num_experts
     in_32_bits: a loss of torch.float32
         means).sum() => means).sum().float()
-    counts_in_16_bits: those of all ranks
+    counts_in_16_bits: of all ranks
         dist.all_reduce(counts)
         => counts = counts.half()
         => dist.all_reduce(counts)

@@ -85,7 +85,7 @@ ANSWERS = answers(
         for start, end, kind in events:
             sums[kind] += end - start
         return max(0.0, sums["communication"] - sums["compute"])
-    less_than_nothing: it cannot be less than nothing
+    less_than_nothing: a time cannot be below 0
         sums = {"compute": 0.0, "communication": 0.0}
         for start, end, kind in events:
             sums[kind] += end - start
@@ -212,9 +212,9 @@ ANSWERS = answers(
         sorted(events) => events
     lengths: expected
         return gaps => return [b - a for a, b in gaps]
-    up_to_events_behind_the_step: outside of the step
+    up_to_events_behind_the_step: a gap lies inside the step
         begins = min(begins, end) => pass
-    from_events_before_the_step: outside of the step
+    from_events_before_the_step: a gap lies inside the step
         reached = [], start => reached = [], min([start, *(a for a, _, _ in events)])
     whole_events_only: reaches beyond the step
         sorted(events) => sorted(e for e in events if start <= e[0] and e[1] <= end)

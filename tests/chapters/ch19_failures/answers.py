@@ -83,7 +83,7 @@ ANSWERS = answers(
         return mine
     from_the_start: rows that are used come again
         range(seen * old_ranks, => range(0,
-    own_count: all old ranks together have used more than one of them
+    own_count: all old ranks together have used more rows than one of them
         seen * old_ranks => seen
     by_the_new_ranks: the old ranks have used these rows, not the new ones
         seen * old_ranks => seen * ranks
@@ -248,7 +248,7 @@ ANSWERS = answers(
         => return "stuck", peer
         return "?", peer
         => return "left", peer
-    always_skipped: two groups are an order
+    always_skipped: in two, the order differs
         ("skipped" if len(groups) == 1 else "order") => "skipped"
     whoever_returned: nobody waits for rank
         for rank, (_, group) in last.items():
