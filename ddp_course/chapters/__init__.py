@@ -1,12 +1,13 @@
-"""Beside the floors: a folder for each chapter, with the name of its notebook.
+"""Beside the floors: a folder ("room") for each chapter, with its notebook's name.
 
-chNN_topic/exercises.py   its checks: each an `Exercise`
-chNN_topic/solutions.py   a solution of each, which `show_solution` shows
-chNN_topic/figures.py     its drawings; `IMAGES` says which are files of `images/`:
+chNN_topic/exercises.py   the checks of the exercises, each an `Exercise`
+chNN_topic/solutions.py   their solutions, which `show_solution` shows
+chNN_topic/figures.py     the drawings; `IMAGES` says which are files of `images/`:
                           {"01_rendezvous.svg": rendezvous}
 
-Whatever else a room holds is its own. What two rooms share is in `ddp_course.lab`.
-`python -m ddp_course.chapters` writes `images/` anew: a test compares byte by byte.
+The other files of a room belong to its chapter only; code that two rooms share is in
+`ddp_course.lab`. `python -m ddp_course.chapters` redraws `images/`, which a test
+compares byte by byte.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def images() -> dict[str, Callable[[], Drawing]]:
     for module in modules():
         for name, draw in getattr(module, "IMAGES", {}).items():
             if name in found:
-                raise ValueError(f"{module.__name__} draws {name}, and so did another")
+                raise ValueError(
+                    f"{module.__name__} draws {name}, as another module does"
+                )
             found[name] = draw
     return found
 

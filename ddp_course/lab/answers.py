@@ -31,7 +31,7 @@ from ddp_course.launch.packing import cell_labels
 TIMEOUT = 20.0  # seconds for a call or a launch; `patient` adds more under load
 COURSE_FILES = ("ddp_course/lab/", "ddp_course/chapters/")  # not the reader's code
 CRASH = re.compile("killed by SIG(ABRT|SEGV)")
-# PyTorch says all that is needed about these; an exercise's hint would only distract.
+# PyTorch's own messages explain these errors; an exercise's hint would only distract.
 EXPLAINED = re.compile(
     "view size is not compatible|must be a matrix|number of subscripts|grad_dtype"
 )
@@ -146,7 +146,7 @@ def _restore(before: dict[str, Any]) -> list[str]:
 
 
 def _advice(error: RankError, hint: str) -> str:
-    """Return the hint that fits the failure: the exercise's, another one, or ""."""
+    """Return the hint that fits the failure: the exercise's, MIXED_UP, or ""."""
     if error.rank is None:  # no single rank failed: they hang
         return hint
     failed = error.reports[error.rank]

@@ -153,10 +153,10 @@ def judge_ranks(
 ) -> list[Any]:
     """Call `use(answer, *args)` on real ranks, and judge the facts of each rank.
 
-    `use` returns a dictionary of facts, or a list of them with one for each case; the
-    fact `case` is the case's name. If `use` is a generator, it stops at the first case
-    that is wrong on any rank. On several `nodes` local ranks are not the ranks. Return
-    the facts of all ranks in the last of `worlds`.
+    `use` returns a dictionary of facts, or a list of such dictionaries, one for each
+    case; the fact `case` is the case's name. If `use` is a generator, it stops at the
+    first case that is wrong on any rank. Use several `nodes` to make local ranks differ
+    from ranks. Returns the facts of all ranks for the last number in `worlds`.
     """
     on = f" on {nodes} nodes" if nodes > 1 else ""
     for n in worlds:

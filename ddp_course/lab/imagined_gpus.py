@@ -5,11 +5,11 @@
         model.cuda()
     gpus.used  # {1}: the numbers of the GPUs that tensors were put on
 
-So a script for GPUs runs on a machine without GPUs, and does not use real ones. These
-are imagined: `torch.cuda` with a number of GPUs and a current one; `.to`, `.cuda` and
+So a script for GPUs runs on a machine without GPUs, and does not use real ones.
+Imitated are `torch.cuda` with a number of GPUs and a current one; `.to`, `.cuda` and
 `device=`, which may name a GPU; files, in which every tensor is on the current GPU
 unless `.cpu()` has copied it; and `torch.load`, with its own rules. Speed, memory,
-streams, and errors about tensors on different devices are not imagined.
+streams, and errors about tensors on different devices are not imitated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ImaginedGPUs(TorchFunctionMode):
         self.used: set[int] = set()
         self.loaded: set[int] = set()
         self._placed: dict[int, int] = {}  # {address of a tensor: number of its GPU}
-        self._host: dict[int, Any] = {}  # tensors that `.cpu()` and `load` left on it
+        self._host: dict[int, Any] = {}  # {address: tensor on the host}
         self._patches = ExitStack()
 
     def __enter__(self) -> ImaginedGPUs:
@@ -128,7 +128,7 @@ class ImaginedGPUs(TorchFunctionMode):
     def _set_device(self, device: Any) -> None:
         index = self._index(device)
         if index is None:
-            raise ValueError(f"set_device got {device}, which is no GPU; try 0")
+            raise ValueError(f"set_device got {device}, which is not a GPU; try 0")
         self.current = index
 
     @contextlib.contextmanager

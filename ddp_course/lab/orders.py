@@ -61,7 +61,7 @@ def judge_legal(where: str, rows: Rows, num_microbatches: int) -> SimulatedSched
     expect(
         schedule.num_microbatches == num_microbatches,
         f"{where} your ranks have actions of {schedule.num_microbatches} microbatches; "
-        "those of the next batch have to wait for the step.",
+        "the next batch's microbatches have to wait for the step.",
     )
     return simulate_schedule(schedule)
 
@@ -94,7 +94,8 @@ def judge_training(rows: Rows) -> None:
         )
         expect(
             torch.equal(result["gradient"], alone[rank]),
-            f"{where} got another gradient than one process with the whole batch.",
+            f"{where} got a wrong gradient: one process with the whole batch has "
+            "another.",
         )
         neighbours = (rank > 0) + (rank < p - 1)
         to = "1 neighbour" if neighbours == 1 else f"{neighbours} neighbours"

@@ -18,7 +18,7 @@ RANK_COLORS = (
     "#F0E442",  # yellow
 )
 INK = "#222222"  # text and outlines
-MUTED = "#5F6670"  # text of second importance
+MUTED = "#5F6670"  # secondary text
 PANEL = "#F3F4F6"  # a container: a node, a GPU
 PANEL_EDGE = "#A9B0BA"
 WHOLE = "#D5D9DF"  # something of which every rank has a full copy

@@ -13,7 +13,7 @@ from IPython.display import Markdown
 from ddp_course.lab.beliefs import BELIEFS, Guess
 
 CLOSE = 0.1  # a prediction within 10 % is close
-ROUNDED = 0.01  # and one within 1 % of another guess is the same
+ROUNDED = 0.01  # guesses within 1 % of each other count as the same
 ONE = {"bytes": "byte", "messages": "message", "ranks": "rank", "steps": "step"}
 
 
@@ -24,8 +24,8 @@ class Prediction:
     >>> sent.compare(measured=36, theory=36)
 
     A guess of None means that nothing has been written down yet. A text such as
-    "1,024", "3/4" or "24 bytes" is read as a number; any other, such as "a lot", is
-    shown as it is. `lab/beliefs.py` has common wrong guesses for each question.
+    "1,024", "3/4" or "24 bytes" is read as a number; any other text, such as "a lot",
+    is shown as it is. `lab/beliefs.py` has common wrong guesses for each question.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ def _name(thing: Any) -> str:
 
 
 def _file(thing: Any) -> str:
-    """Return the path of the file that defines `thing`, relative to its package."""
+    """Return the path of the file that defines `thing`: "ddp_course/model.py"."""
     source(thing)  # raises a clear error if it has no source
     thing = _plain(thing)
     module = thing if isinstance(thing, ModuleType) else inspect.getmodule(thing)
@@ -122,7 +122,7 @@ def without_docstrings(text: str) -> str:
         if isinstance(body, list) and len(body) > 1 and _has_docstring(node):
             first, last = body[0].lineno - 1, body[0].end_lineno
             if last < len(lines) and not lines[last].strip():
-                last += 1  # the blank line after it
+                last += 1  # the blank line after the docstring
             lines[first:last] = [None] * (last - first)
     return "\n".join(line for line in lines if line is not None)
 

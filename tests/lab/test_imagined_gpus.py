@@ -49,7 +49,7 @@ def test_afterwards_all_is_as_before():
 
 
 def test_only_a_gpu_can_be_set():
-    with ImaginedGPUs(1), pytest.raises(ValueError, match="cpu, which is no GPU"):
+    with ImaginedGPUs(1), pytest.raises(ValueError, match="cpu, which is not a GPU"):
         torch.cuda.set_device("cpu")
 
 

@@ -151,6 +151,6 @@ test_what_cannot_be_drawn = refused(
     (lambda: plot_fit([], [], abs), "0 sizes and 0 times"),
     (lambda: plot_fit([1], [float("nan")], abs), "the time of 1 B is nan"),
     (lambda: plot_bytes({}, {}), "at least one"),
-    (lambda: plot_bytes({"a": [1]}, {"b": [1]}), r"measured are \['a'\]"),
+    (lambda: plot_bytes({"a": [1]}, {"b": [1]}), r"has the algorithms \['a'\]"),
     (lambda: plot_bytes({"a": [1]}, {"a": [1, 2]}), "'a' has 1 measured"),
 )

@@ -1,4 +1,4 @@
-"""The exercises of chapter 00."""
+"""The exercises of chapter 00: a rank's rows of a batch, and a mean over ranks."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ SLICE = {  # property of a slice -> hint
     "whole": "a tensor of shape {shape}; expected {expected}: whole rows of `batch`, "
     "so all of dim 1 and a part of dim 0.",
     "as_many": "{count} rows; expected {each}: all ranks have equally many.",
-    "once": "rows {rows}, but a lower rank has row {twice} already: a row that two "
+    "once": "rows {rows}, but a lower rank has rows {twice} already: a row that two "
     "ranks use counts twice in the average.",
     "type": "numbers of {got_dtype}; the batch has numbers of {dtype}.",
     "right": "rows {rows}; expected {wanted}: the slices of rank 0, 1, 2 and so on, "
     "one after another, are the batch.",
-    "kept": "its slice, but your function changed `batch`, in which the other ranks' "
-    "rows are, too; leave it as it is.",
+    "kept": "its slice, but your function changed `batch`, which also has the other "
+    "ranks' rows; leave it as it is.",
 }
 
 
 @exercise("my_slice", solution=solutions.my_slice)
 def check_my_slice(answer: Answer) -> str:
-    """`my_slice(batch, rank, world_size)`: the rows of `batch` that are this rank's.
+    """`my_slice(batch, rank, world_size)`: this rank's rows of `batch`.
 
     If every lower rank has as many rows as you, how many come before yours?
 
@@ -55,7 +55,7 @@ def check_my_slice(answer: Answer) -> str:
     same_as(answer, solutions.my_slice, _batch, exact=True)
     return (
         f"1, 2, 3, 4 and 6 ranks share {ROWS} rows, each row once and in order; "
-        "so do 4 real ranks, and up to 7 ranks share batches of other types and shapes"
+        "so do 4 real ranks, and up to 7 ranks with batches of other dtypes and shapes"
     )
 
 
@@ -70,7 +70,7 @@ def _batch(d: Draw) -> tuple[Tensor, int, int]:
 
 
 def _slices(my_slice: Callable, batch: Tensor, world_size: int) -> list[Any]:
-    """Return all ranks' slices, each with whether the batch was left unchanged."""
+    """Return (slice, whether the batch was left unchanged) for each rank."""
     slices, before = [], batch.clone()
     for rank in range(world_size):
         slices.append((my_slice(batch, rank, world_size), equal(batch, before)))
@@ -106,7 +106,7 @@ def check_my_average(answer: Answer) -> str:
     Which collective gives every rank the sum, and what makes a mean of it?
 
     Sum over the ranks, then divide by their number in place: an operator such as `*=`
-    changes the tensor itself, `tensor = ...` only gives the name to another one.
+    changes the tensor itself; `tensor = ...` only gives its name to another tensor.
     """
     same_on_ranks(
         *(answer, solutions.my_average, _numbers),
@@ -117,12 +117,12 @@ def check_my_average(answer: Answer) -> str:
         hint="Every rank must take part in the same collectives, in the same order.",
     )
     return (
-        "1, 2, 3 and 4 real ranks have the mean of tensors of three types, also of one "
-        "that is not contiguous, and of inf and nan"
+        "1, 2, 3 and 4 real ranks have the mean of tensors of three dtypes, also of "
+        "tensors that are not contiguous, and of inf and nan"
     )
 
 
-SPECIAL = {6: math.inf, 7: math.nan}  # case -> a number of the last rank
+SPECIAL = {6: math.inf, 7: math.nan}  # case -> one of the last rank's numbers
 
 
 def _numbers(d: Draw) -> tuple[Tensor]:
@@ -157,6 +157,6 @@ def _wrong_mean(case: Case) -> str:
         if divisor != n and mean.any() and equal_values(got * divisor, mean * n):
             return f"{found}. That is the sum, divided by {divisor} on {n} ranks."
     return (
-        f"{found}{difference(got, mean)}. It must be in the tensor that your function "
-        "was given, on every rank."
+        f"{found}{difference(got, mean)}. The mean must be in the argument `tensor` "
+        "itself, on every rank."
     )

@@ -16,7 +16,7 @@ RANKS, EACH = 4, 2  # number of ranks; samples of each
 
 
 def one_or_four() -> Drawing:
-    """Draw one process with a whole batch of 8 beside four that share it."""
+    """Draw one process with a batch of 8 beside four that share the batch."""
     right_w = (RANKS - 1) * STEP + CARD_W
     d = Drawing(
         RIGHT + right_w + LEFT,
@@ -103,7 +103,7 @@ WAYS = 152  # y of the cards' top
 END = WAYS + WAY_H + 36  # y where the ways meet again
 MAP_H = END + 72
 SIDE = 84  # a square is cut: four bars of 21, or of 18 with gaps of 4
-# The boxes of a square, by the rank that has them, and how round their corners are.
+# (rank, box, radius of the corners) for each part of a square
 ROWS = [(i, (0, 21 * i, SIDE, 21), 0) for i in range(4)]
 COLUMNS = [(i, (21 * i, 0, 21, SIDE), 0) for i in range(4)]
 QUADRANTS = [(i, (42 * (i % 2), 42 * (i // 2), 42, 42), 0) for i in range(4)]
@@ -170,7 +170,7 @@ def _way(d: Drawing, start: Point, end: Point) -> None:
 
 
 def _glyph(d: Drawing, parts: list, fills: list[str], names: str) -> None:
-    """Draw a square, cut into parts."""
+    """Draw a square that is cut into parts; `names` and `fills` are by rank."""
     for rank, box, radius in parts:
         d.block(*box, names[rank], fill=fills[rank], radius=radius)
 

@@ -1,4 +1,4 @@
-"""The exercises of chapter 01."""
+"""The exercises of chapter 01: a rank, a peer on the next node, a node's group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddp_course.launch import Topology, here
 
 CLUSTERS = ((3, 4), (2, 3), (3, 2), (1, 4), (5, 1), (1, 1))
 SHAPES = f"{len(CLUSTERS)} clusters and some of a large one"
-LARGE = (300, 24)  # a cluster with more ranks than a byte can number
+LARGE = (300, 24)  # a cluster with more ranks than one byte can count
 SOME = (23, 24, 127, 128, 256, 2049, 7199)  # ranks of the large cluster
 PLACES = [(p, p.topology) for it in CLUSTERS for p in Topology(*it).places()]
 PLACES += [(Topology(*LARGE).place(rank), Topology(*LARGE)) for rank in SOME]
@@ -27,10 +27,10 @@ PLACES += [(Topology(*LARGE).place(rank), Topology(*LARGE)) for rank in SOME]
 def check_global_rank(answer: Answer) -> str:
     """`global_rank(node_rank, local_rank, nproc_per_node)`: the rank of a process.
 
-    Count in the picture: how many ranks stand on all the nodes before yours?
+    Count in the picture: how many ranks are on all the nodes before yours?
 
-    All nodes before yours are full: multiply their number by the ranks of a node. Then
-    add your place on your own node.
+    Each node before yours has the same number of ranks: multiply. Then add your place
+    on your own node.
     """
     for p, cluster in PLACES:
         size = cluster.nproc_per_node
@@ -45,13 +45,13 @@ def check_global_rank(answer: Answer) -> str:
         expect(
             everyones == [*range(6)],
             f"{says} {everyones} for the six ranks of its cluster. Use the arguments: "
-            "they can be those of another rank than the one that calls.",
+            "they can describe another rank than the calling one.",
         )
     return f"every rank of {SHAPES}, and RANK on 6 real ranks of a 2 x 3 cluster"
 
 
 def _all_ranks(global_rank: Callable) -> list[Any]:
-    """Compute the numbers of all ranks on this rank, each from its variables."""
+    """Call the reader's function on this rank for the places of all ranks."""
     shape = here().topology
     places = [(p.node_rank, p.local_rank) for p in shape.places()]
     return [global_rank(*place, shape.nproc_per_node) for place in places]
@@ -61,10 +61,10 @@ def _all_ranks(global_rank: Callable) -> list[Any]:
 def check_peer_on_next_node(answer: Answer) -> str:
     """`peer_on_next_node(rank, nnodes, nproc_per_node)`: same local_rank, next node.
 
-    By how much does the rank grow from one node to the next? And after the last?
+    By how much does the rank grow from one node to the next? And after the last node?
 
-    Add the ranks of one node. After the last rank, numbers begin again at 0: take the
-    remainder of a division by the number of all ranks.
+    Add the number of ranks on a node. After the last rank, numbers begin again at 0:
+    take the remainder of a division by the number of all ranks.
     """
     for p, cluster in PLACES:
         nnodes, size = cluster.nnodes, cluster.nproc_per_node
@@ -98,7 +98,7 @@ def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple]:
 GROUP = {
     "in_step": "{alone}. {hint}",
     "a_group": "rank {rank} got {instead}; expected the process group of its node. "
-    "(`new_group` returns no group on ranks that are no members.)",
+    "(On ranks that are not members, `new_group` returns no group.)",
     "right": "rank {rank} got the group of ranks {members}; expected {wanted}, the "
     "ranks of node {node}.",
 }
@@ -115,8 +115,8 @@ def check_node_group(answer: Answer) -> str:
     All ranks create all groups, in the same order. Which groups are these, and which
     one is yours?
 
-    Loop over the nodes. For each, make the group of its consecutive ranks and keep it
-    in a list, whether you are in it or not. Return the one at your node rank.
+    Loop over the nodes. For each, create the group of its consecutive ranks and keep it
+    in a list, whether you are in it or not. Return the group at your node rank.
     """
     hint = (
         "Every rank must call `dist.new_group` for every node, in the same order, also "
@@ -167,8 +167,8 @@ class _OutOfStep(Exception):
 def _watched(node_group: Callable) -> Iterator[None]:
     """Compare the ranks' calls before each call of `dist.new_group`.
 
-    Ranks that make different groups at the same time hang, or their groups are mixed
-    up, which now and then goes well: that must not be left to luck.
+    Ranks that create different groups at the same time hang, or mix up their groups;
+    sometimes it happens to work. The comparison makes the verdict certain.
     """
     new_group = dist.new_group
 

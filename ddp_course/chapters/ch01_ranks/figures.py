@@ -13,9 +13,9 @@ from ddp_course.lab.palette import MUTED, PANEL, PANEL_EDGE, rank_color
 
 MARGIN, GAP, PAD = 16, 8, 13
 BLOCK_W, BLOCK_H = 80, 42  # size of a rank's block
-DEVICE_H = 20  # height of the GPU or cores below it
+DEVICE_H = 20  # height of the GPU or cores below a rank's block
 HEADER = 30  # height of a node's name
-WIDEST = 840  # nodes that do not fit beside each other go on the next row
+WIDEST = 840  # pixels of the widest row of nodes
 
 
 def cluster(
@@ -24,8 +24,8 @@ def cluster(
     """Draw every rank of a cluster, on its node and above the device it uses.
 
     `gpus` is the number of GPUs in each node, by default one for each rank. As in
-    `ddp_course.launch`, a node with fewer GPUs than ranks runs them on its CPU. Below
-    stands the `formula` of the rank, unless the reader is still to find it.
+    `ddp_course.launch`, a node with fewer GPUs than ranks runs them on its CPU. With
+    `formula`, the formula of the rank stands below (an exercise asks for it). Ch. 01.
     """
     count("nnodes", nnodes, 1)
     count("nproc_per_node", nproc_per_node, 1)
@@ -84,7 +84,7 @@ def _node(
         d.line((middle, y + BLOCK_H), (middle, below), stroke=PANEL_EDGE)
         if on_gpu:
             _device(d, x, below, BLOCK_W, f"cuda:{local_rank}")
-        elif column == 0:  # the ranks share the cores: one bar below them all
+        elif column == 0:  # one bar below all ranks, which share the cores
             _device(d, PAD, below, width - 2 * PAD, "CPU cores")
 
 
@@ -94,7 +94,7 @@ def _device(d: Drawing, x: float, y: float, width: float, name: str) -> None:
 
 
 def groups(nnodes: int, nproc_per_node: int) -> Drawing:
-    """Draw the grid of ranks twice: a group per node, and a group per local_rank."""
+    """Draw the grid of ranks twice: groups by node, and by local_rank. Chapter 01."""
     count("nnodes", nnodes, 1)
     count("nproc_per_node", nproc_per_node, 1)
     side, left, top = 44, 84, 62
@@ -138,7 +138,7 @@ def _grid(d: Drawing, nnodes: int, columns: int, side: float, by_node: bool) -> 
 
 
 def rendezvous(world_size: int = 4) -> Drawing:
-    """Draw ranks that meet at a store and then talk to each other directly."""
+    """Draw ranks that meet at a store, then talk to each other directly. Chapter 01."""
     count("world_size", world_size, 2)
     label, step, store_w = 168, 104, 216
     block_w, block_h, store_h, ranks_y = 84, 36, 44, 146
@@ -176,8 +176,8 @@ def rendezvous(world_size: int = 4) -> Drawing:
 
 
 def _port(rank: int, peer: int, world_size: int, width: float) -> float:
-    """Return the point of `rank`'s block at which the curve to `peer` starts."""
-    left = list(range(rank - 1, -1, -1))  # the nearest outermost
+    """Return where the curve to `peer` starts, in pixels from the block's middle."""
+    left = list(range(rank - 1, -1, -1))  # the nearest peer is outermost
     right = list(range(world_size - 1, rank, -1))
     place = (left + right).index(peer)
     return ((place + 1) / world_size - 0.5) * width

@@ -16,7 +16,7 @@ def peer_on_next_node(rank: int, nnodes: int, nproc_per_node: int) -> int:
 
 
 def node_group() -> dist.ProcessGroup:
-    """Return the group of this node's ranks. All ranks make all groups, in order."""
+    """Return the group of this node's ranks; all ranks create all groups, in order."""
     size = int(os.environ["LOCAL_WORLD_SIZE"])
     groups = [
         dist.new_group(list(range(first, first + size)))

@@ -1,4 +1,4 @@
-"""The exercises of chapter 02."""
+"""The exercises of chapter 02: a swap, a broadcast along a tree, a transpose."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ddp_course.lab.judge import Draw, same_on_ranks
 # ---- swap --------------------------------------------------------------------------
 
 SWAP = {
-    "right": "has {got}; expected {wanted}{place}: what rank {peer} gave.",
-    "kept": "changed the tensor that it was given; receive into a tensor of your own.",
+    "right": "has {got}; expected {wanted}{place}: rank {peer}'s tensor.",
+    "kept": "changed its argument; receive into a tensor of your own.",
 }
 
 
@@ -25,15 +25,15 @@ SWAP = {
 def check_swap(answer: Answer) -> str:
     """`swap(tensor, peer)`: the peer's tensor, while the peer gets this rank's.
 
-    If both send first, both may wait for ever. By what can two ranks tell, without a
-    message, which of them is to begin?
+    If both send first, both may wait for ever. How can two ranks know, without a
+    message, which of them begins?
 
     Compare the two ranks: the lower one sends and then receives, the other receives and
-    then sends. Receive into an empty tensor like the given one.
+    then sends. Receive into an empty tensor like the argument.
     """
     hint = (
-        "Of two peers exactly one must send first, whichever ranks they are: which of "
-        "the two it is, both must know without a message."
+        "Of two peers exactly one must send first, whichever ranks they are: both must "
+        "know without a message which of them it is."
     )
     same_on_ranks(
         *(answer, solutions.swap, _pair),
@@ -42,7 +42,7 @@ def check_swap(answer: Answer) -> str:
         hints=SWAP,
         hint=hint,
     )
-    return "on 2 and 4 real ranks, for pairs of all kinds, nobody waits for ever"
+    return "on 2 and 4 real ranks, in any pairs, no rank waits for ever"
 
 
 def _pair(d: Draw) -> tuple[Tensor, int]:
@@ -54,23 +54,23 @@ def _pair(d: Draw) -> tuple[Tensor, int]:
 
 SPREAD = {
     "in_place": "has {got_in_place}; expected {wanted_in_place}{place_in_place}: rank "
-    "0's numbers, in the tensor that was given.",
-    "kept": "changed its tensor{place_in_place}; it has the numbers that all must get.",
+    "0's numbers, in the argument itself.",
+    "kept": "changed its tensor{place_in_place}; all ranks must get its numbers.",
 }
 
 
 @exercise("my_broadcast", solution=solutions.my_broadcast)
 def check_my_broadcast(answer: Answer) -> str:
-    """`my_broadcast(tensor)`: rank 0's numbers in everybody's tensor, along a tree.
+    """`my_broadcast(tensor)`: rank 0's numbers in every rank's tensor, along a tree.
 
-    After a step two ranks have the numbers, after two steps four. Whom must the root
-    serve first, so that this one can serve most of the others?
+    After a step two ranks have the numbers, after two steps four. To which rank must
+    the root send first, so that this rank can send to most of the others?
 
-    A distance goes from the largest power of two below N down to 1, halved in every
-    step. In a step, the ranks that are multiples of twice the distance have the
-    numbers: each sends them to the rank one distance further, if there is one.
+    The distance is at first the largest power of two below N, and is halved in every
+    step, down to 1. In a step, the ranks that are multiples of twice the distance have
+    the numbers: each sends them to the rank one distance further, if it exists.
     """
-    hint = "Who has the numbers already, and whom does each of them serve next?"
+    hint = "Which ranks have the numbers already, and to whom does each send next?"
     for n in (2, 3, 4, 5, 8, 1):
         real = same_on_ranks(
             *(answer, solutions.my_broadcast, lambda d: (d.tensor(),)),
@@ -83,13 +83,16 @@ def check_my_broadcast(answer: Answer) -> str:
         for case in zip(*real, strict=True):
             _judge_tree(f"With {n} rank{'s' * (n > 1)},", n, case, hint)
     return (
-        "1, 2, 3, 4, 5 and 8 ranks have rank 0's numbers; each received them once, and "
-        "after ceil(log2 N) steps all was done"
+        "1, 2, 3, 4, 5 and 8 ranks have rank 0's numbers; each received them once, in "
+        "ceil(log2 N) steps"
     )
 
 
 def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -> None:
-    """Raise a Hint unless messages and steps are few; a rank sends one in each step."""
+    """Raise a Hint if there are too many messages or steps.
+
+    In each step a rank sends one message at most.
+    """
     sent = [dst for facts in real for dst, _ in facts["sent"]]
     for rank in range(n):
         times, once = sent.count(rank), int(rank != 0)
@@ -112,7 +115,7 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
 
 # ---- my_transpose ------------------------------------------------------------------
 
-MATRICES = (  # rows of each rank, type; the first is large, to measure its bytes
+MATRICES = (  # (rows of each rank, dtype); the first is large, to measure its bytes
     *((60, torch.int64), (1, torch.float64), (3, torch.bfloat16), (0, torch.float32)),
     *((2, torch.float32), (5, torch.int64)),
 )
@@ -122,11 +125,11 @@ MATRICES = (  # rows of each rank, type; the first is large, to measure its byte
 def check_my_transpose(answer: Answer) -> str:
     """`my_transpose(rows)`: this rank's rows of the transposed matrix.
 
-    Cut your rows into a block for each rank. Which collective sends something else to
-    every rank, and how must a block be turned?
+    Cut your rows into a block for each rank. Which collective sends a different block
+    to every rank, and how must a block be turned?
 
     Transpose your rows, cut the result into N blocks of rows, make them contiguous, and
-    exchange them all to all. Put what arrives side by side, by rank.
+    exchange them by an all-to-all. Join the blocks that arrive side by side, by rank.
     """
     hint = "Which block of your rows does rank j need, and how must it be turned?"
     same_on_ranks(

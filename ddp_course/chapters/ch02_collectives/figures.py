@@ -21,7 +21,7 @@ from ddp_course.theory.checks import check_choice
 
 MARGIN = 12
 NAME_W, ARROW_W, ROW_GAP, GAP, TOP = 26, 30, 7, 3, 18
-HEADER, PAD, CARD_GAP = 52, 9, 7  # for the drawing of all eight
+HEADER, PAD, CARD_GAP = 52, 9, 7  # for the drawing of all eight collectives
 COLLECTIVES = {
     "broadcast": "one rank's buffer to all",
     "scatter": "one rank's chunks, one to each",
@@ -37,8 +37,8 @@ COLLECTIVES = {
 def before_after(name: str, world_size: int = 4) -> Drawing:
     """Draw every rank's buffer before and after a collective.
 
-    `name` is that of a collective, such as "all_reduce", or of a plan of the catalog.
-    Raises ValueError for another name and for a world_size outside 1 to 8.
+    `name` is a collective, such as "all_reduce", or a plan of the catalog. Raises
+    ValueError for another name and for a world_size outside 1 to 8. Chapter 02.
     """
     plan = _plan(name, world_size)
     inner = _transition(plan, 160, 24)
@@ -131,7 +131,7 @@ def _row(
 
 
 def _plan(name: str, world_size: int) -> Plan:
-    """Return the first plan of the catalog that is the collective `name`."""
+    """Return the plan `name` of the catalog, or the first plan of that collective."""
     first = {plan.partition(",")[0]: plan for plan in reversed(PLANS)}
     check_choice("name", name, first | {plan: plan for plan in PLANS})
     return plan_named(first.get(name, name), world_size)
@@ -160,12 +160,12 @@ def _in_words(plan: Plan) -> str:
 
 # ---- two ranks that wait for each other, and two cures ------------------------------
 
-CARD_W, CARD_H = 230, 182  # the distance of two cards is MARGIN
+CARD_W, CARD_H = 230, 182  # MARGIN is the gap between two cards
 CALL_W, CALL_H, LEFT, RIGHT = 86, 26, 10, 134  # a call, and the two ranks' left edges
 
 
 def deadlock() -> Drawing:
-    """Draw two ranks that both send first, and two ways out."""
+    """Draw two ranks that both send first, and two cures. Chapter 02."""
     tales = (
         (
             "both send first",
@@ -213,7 +213,7 @@ def _calls(d: Drawing, calls: Sequence[Sequence[str]], stuck: bool) -> None:
         for i, name in enumerate(names):
             y = 82 + 44 * i
             ys[rank, name.partition(" ")[0].lstrip("i")] = y + CALL_H / 2
-            if stuck and i == 0:  # it hangs here
+            if stuck and i == 0:  # the call that hangs
                 d.hatch(left - 4, y - 4, CALL_W + 8, CALL_H + 8)
             _call(d, left, y, name, never=stuck and i > 0)
     near, far = LEFT + CALL_W + 4, RIGHT - 4

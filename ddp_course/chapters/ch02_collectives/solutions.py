@@ -17,7 +17,7 @@ def swap(tensor: torch.Tensor, peer: int) -> torch.Tensor:
 
 
 def my_broadcast(tensor: torch.Tensor) -> None:
-    """Send rank 0's numbers to all: ranks that have them pass them on, far first."""
+    """Send rank 0's numbers to all; each rank passes them on, to far ranks first."""
     rank, n = dist.get_rank(), dist.get_world_size()
     distance = 1
     while distance < n:

@@ -1,4 +1,4 @@
-"""The exercises of chapter 03: rings, and nodes."""
+"""The exercises of chapter 03: a plan of a ring, a reduce-scatter, a hierarchy."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from ddp_course.measure import ByteMeter, EventLog
 def check_ring_transfers(answer: Answer) -> str:
     """`ring_transfers(world_size)`: the transfers of a ring all-reduce, as a list.
 
-    Play it with three ranks. Through how many other ranks must a chunk go until all
-    have added to it?
+    Try it with three ranks. How many times must a chunk be sent until all ranks have
+    added to it?
 
-    A chunk takes N - 1 steps to collect and as many again to be handed to all: the
-    first half of 2 (N - 1) steps adds. In every step a rank passes on what came in the
-    step before, so its chunk's number goes down by one, modulo N.
+    A chunk needs N - 1 steps to collect all numbers, and N - 1 more to reach all ranks:
+    the first half of 2 (N - 1) steps adds. In every step a rank passes on the chunk
+    that it got in the step before, so the chunk's number goes down by one, modulo N.
     """
     for n in (2, 3, 4, 5, 8, 11, 1):
         plan = _as_plan(answer, n)
@@ -40,7 +40,7 @@ def check_ring_transfers(answer: Answer) -> str:
         expect(
             not wrong,
             f"{where} {(wrong or [''])[0]} (each rank once). Which steps add, and "
-            f"which keep? `print(make_plan('mine', {n}, {n}, ring_transfers({n})))` "
+            f"which copy? `print(make_plan('mine', {n}, {n}, ring_transfers({n})))` "
             "lists them.",
         )
         for t in plan:
@@ -61,12 +61,12 @@ def check_ring_transfers(answer: Answer) -> str:
             judge(f"On {n} real ranks, rank {rank}", facts, RAN)
     return (
         "1, 2, 3, 4, 5, 8 and 11 ranks end with the numbers of every rank, once; each "
-        "sends 2 (N - 1) chunks to its right; and so did 3 and 4 real ranks"
+        "sends 2 (N - 1) chunks to its right; 3 and 4 real ranks did the same"
     )
 
 
 def _as_plan(answer: Answer, n: int) -> Plan:
-    """Convert a list of transfers to a plan; return other answers unchanged."""
+    """Return the plan of the answer's transfers; raise a Hint if they do not fit."""
     got, call = answer(n), answer.call(n)
     listed = isinstance(got, list) and all(isinstance(t, Transfer) for t in got)
     expect(listed, f"{call} returned {shown(got)}; expected a list of `Transfer`s.")
@@ -101,13 +101,12 @@ def _run(plan: Plan) -> dict[str, Any]:
 
 RING = {
     "messages": "sent {sent}, as (rank, numbers); expected {wanted_sent}: every chunk "
-    "but its own, once, to its right neighbour only, in this order.",
+    "but the rank's own, once, to the right neighbour only, in this order.",
     "bytes": "wrote {written:,} bytes by the operating system's count; the solution's "
     "messages have {needed:,}: there were other messages, or numbers of another type.",
     "right": "has {got}; expected {wanted}{place}: the sum of the chunks {rank} of all "
     "ranks. {hint}",
-    "kept": "has other `chunks` than before: they were changed; add up in tensors of "
-    "your own.",
+    "kept": "has changed `chunks`; add up in tensors of your own.",
 }
 
 
@@ -115,12 +114,12 @@ RING = {
 def check_ring_reduce_scatter(answer: Answer) -> str:
     """`ring_reduce_scatter(chunks)`: the sum over all ranks of `chunks[rank]`.
 
-    Rank r ends with chunk r. Where was this chunk one step earlier, and where did its
-    journey begin?
+    Rank r ends with chunk r. Where was this chunk one step earlier, and on which rank
+    did it begin?
 
-    Hold your chunk of number rank - 1. Then N - 1 times: begin to send what you hold to
-    the right, receive the next lower chunk from the left, and hold the sum of it and
-    your own numbers for it, in a new tensor.
+    Begin with your chunk rank - 1 as the sum. Then N - 1 times: start to send the sum
+    to the right, receive the next lower chunk from the left, and add your own numbers
+    of that chunk: this is the next sum, in a new tensor.
     """
     hint = (
         "In step k rank r sends chunk r - 1 - k to the right, and adds its own numbers "
@@ -136,13 +135,13 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
     )
     return (
         "2, 3 and 5 ranks, chunks of equal and of different lengths, empty ones, three "
-        "types: right sums, untouched inputs, and every message a chunk to the right "
-        "neighbour, N - 1 of them"
+        "dtypes: right sums, unchanged inputs, and N - 1 messages, each a chunk to the "
+        "right neighbour"
     )
 
 
 def _chunks(d: Draw) -> tuple[list[Tensor]]:
-    """Return chunks of one type; in one case they are too long for socket buffers."""
+    """Return chunks of one dtype; in one case they are too long for socket buffers."""
     shapes = [(3,), (5,), (2, 3), (7,), (0,), (3, 1)][d.case == 0 :]
     dtype = d.same.choice([torch.int64, torch.float32, torch.float64])
     if d.case == 1:
@@ -152,9 +151,9 @@ def _chunks(d: Draw) -> tuple[list[Tensor]]:
 
 # ---- hierarchical_sum --------------------------------------------------------------
 
-# Shape and type by nodes and ranks of a node. The number of elements is a multiple of
-# the ranks on a node (the number of rows is not, and half of 2 x 2's is odd), and large
-# enough for rings. With three nodes rank 1 brings zeros.
+# {(nodes, ranks per node): (shape, dtype)}. The number of elements is a multiple of the
+# ranks on a node, and large enough for rings; the number of rows is no multiple. Half
+# the elements of 2 x 2 is odd. With three nodes rank 1 has zeros.
 CLUSTERS = {
     (2, 2): ((241, 1002), torch.int64),
     (2, 3): ((35, 1020), torch.float64),
@@ -166,17 +165,17 @@ HIERARCHY = {
     "right": "has only {parts:g} % of the sums: the first wrong number is "
     "{first}.{why} {hint}",
     "counted": "has a byte meter that counted nothing; use the collectives of "
-    "`ddp_course.collectives`, which it can see.",
+    "`ddp_course.collectives`, which the meter sees.",
     "between_right": "sent {between:.6g} S to other nodes; expected {between_least:g} "
     "S. {hint}",
     "inside_right": "sent {inside:.3g} S on its node; {inside_least:.3g} S are "
     "enough. {hint}",
-    "own_work": "called the package's own hierarchy, as `all_reduce` of all ranks does "
-    "by itself; build it from three collectives, in `node` and in `peers`.",
+    "own_work": "called the package's own hierarchy, which `all_reduce` of all ranks "
+    "uses; build it from three collectives, in `node` and in `peers`.",
     "again": "has wrong sums in a second call, with as many numbers of another type.",
     "small_sums": "has wrong sums of a tensor of {numbers} numbers.",
-    "small_right": "sent {small} bytes to other nodes, when it got a tensor of "
-    "{numbers} numbers; expected {small_least}: slow links are spared then, too.",
+    "small_right": "sent {small} bytes to other nodes for a tensor of {numbers} "
+    "numbers; expected {small_least}: spare the slow links for small tensors, too.",
 }
 
 
@@ -184,12 +183,12 @@ HIERARCHY = {
 def check_hierarchical_sum(answer: Answer) -> str:
     """`hierarchical_sum(tensor, node, peers)`: the sum over all ranks, in place.
 
-    How much must leave a node once its ranks have added up their tensors? Can each of
-    these ranks send a part of it?
+    How many bytes must leave a node once its ranks have added up their tensors? Can
+    each of these ranks send a part of them?
 
-    A reduce-scatter on the node gives each rank the node's sum of its shard. An
-    all-reduce among the peers makes it the sum of all nodes. An all-gather on the node
-    puts the shards together, into `tensor`.
+    A reduce-scatter on the node gives each rank the node's sum of one shard. An
+    all-reduce among the peers makes it the sum over all nodes. An all-gather on the
+    node joins the shards in `tensor`.
     """
     hint = (
         "Reduce-scatter inside the node, all-reduce the shard among the peers, "
@@ -203,12 +202,12 @@ def check_hierarchical_sum(answer: Answer) -> str:
             judge(where, facts | {"hint": hint}, HIERARCHY)
     return (
         "on real clusters from 1 x 2 to 3 x 2 the sums are right, and each rank "
-        "sends 2 (G - 1) / G S / g to other nodes, G nodes of g ranks"
+        "sends 2 (G - 1) / G S / g to other nodes, with G nodes of g ranks"
     )
 
 
 def _sum_over_nodes(function: Callable) -> dict[str, Any]:
-    """Call the reader's function on this rank, and count bytes by link."""
+    """Call the reader's function on this rank; return facts about sums and bytes."""
     me, shape = here(), here().topology
     g, ranks = shape.nproc_per_node, range(shape.world_size)
     nodes = [dist.new_group([*ranks[first : first + g]]) for first in ranks[::g]]
@@ -228,7 +227,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     on_node = sum(everyones[first_rank : first_rank + g]).flatten()
     facts["why"] = ""
     for numbers, why in (
-        (everyones[me.rank].flatten(), "`tensor` itself is as before"),
+        (everyones[me.rank].flatten(), "`tensor` itself is unchanged"),
         (on_node, "That is the sum of this node's ranks"),
         (total / shape.world_size, "That is the mean"),
     ):

@@ -21,7 +21,7 @@ PHASE_TOP, WIDEST, MOST_NODES, MOST_LOCAL = 60, 760, 4, 8
 
 
 def ring() -> Drawing:
-    """Draw the ring all-reduce of four ranks: the ring, and every step of it."""
+    """Draw the ring all-reduce of four ranks: the ring, and all steps. Chapter 03."""
     plan = PLANS["all_reduce, ring"](4)
     panels = [panel(plan, step) for step in range(plan.steps + 1)]
     wide, high = panels[0].width + 20, panels[0].height + 42
@@ -81,9 +81,9 @@ def draw_rank(d: Drawing, x: float, y: float, rank: int) -> None:
 
 
 def hierarchy(nnodes: int = 2, nproc_per_node: int = 4) -> Drawing:
-    """Draw the three phases of a hierarchical all-reduce: inside, between, inside.
+    """Draw the phases of a hierarchical all-reduce: inside, between, inside nodes.
 
-    Raises ValueError unless there are 1 to 4 nodes with 1 to 8 ranks each.
+    Raises ValueError unless there are 1 to 4 nodes with 1 to 8 ranks each. Chapter 03.
     """
     count("nnodes", nnodes, 1, MOST_NODES)
     count("nproc_per_node", nproc_per_node, 1, MOST_LOCAL)
@@ -137,7 +137,7 @@ def _nodes(d: Drawing, nnodes: int, size: int, wide: float, between: bool) -> No
 
 
 def _links(d: Drawing, places: list[Point], aside: Point, slow: bool) -> None:
-    """Draw a ring of ranks in a line; the link back runs at a distance `aside`."""
+    """Draw a ring of ranks that stand in a line; the link back is shifted `aside`."""
     for start, end in zip(places, places[1:], strict=False):
         link(d, *edge_to_edge(start, end), slow=slow, both=len(places) == 2)
     if len(places) > 2:
@@ -151,7 +151,7 @@ def _links(d: Drawing, places: list[Point], aside: Point, slow: bool) -> None:
 
 
 def edge_to_edge(start: Point, end: Point) -> tuple[Point, Point]:
-    """Return the line between two ranks' blocks, from edge to edge with some room."""
+    """Return the ends of a line between two ranks' blocks, from edge to edge."""
     (x0, y0), (x1, y1) = start, end
     dx, dy = x1 - x0, y1 - y0
     cut = (SIDE / 2 + 4) / max(abs(dx), abs(dy))
@@ -196,7 +196,7 @@ REMARKS = {
 
 
 def six_ways() -> Drawing:
-    """Draw who sends to whom in six all-reduces of four ranks, and when."""
+    """Draw who sends to whom, and when, in six all-reduces of four ranks. Ch. 03."""
     plans = {name: _plan(name) for name in PLACES}
     d = Drawing(
         2 * CARD_W + GAP + 2 * MARGIN,

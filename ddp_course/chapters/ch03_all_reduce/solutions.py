@@ -8,9 +8,9 @@ from ddp_course.collectives.plan import Transfer
 
 
 def ring_transfers(world_size: int) -> list[Transfer]:
-    """Return a ring: the first N - 1 steps add, the others keep.
+    """Return the transfers of a ring: the first N - 1 steps add, the others copy.
 
-    N - 1, not N / 2: both are 1 for two ranks, which hid the mistake.
+    It is N - 1, not N / 2, although both are 1 for two ranks.
     """
     transfers = []
     for step in range(2 * (world_size - 1)):
@@ -37,7 +37,7 @@ def ring_reduce_scatter(chunks: list[torch.Tensor]) -> torch.Tensor:
 def hierarchical_sum(
     tensor: torch.Tensor, node: dist.ProcessGroup, peers: dist.ProcessGroup
 ) -> None:
-    """Add up `tensor` over all ranks; only a shard of it leaves the node."""
+    """Add up `tensor` over all ranks; each rank sends only a shard to other nodes."""
     shard = torch.empty(tensor.numel() // dist.get_world_size(node), dtype=tensor.dtype)
     reduce_scatter_single(shard, tensor, group=node)
     all_reduce(shard, group=peers)

@@ -1,4 +1,4 @@
-"""The exercises of chapter 04."""
+"""The exercises of chapter 04: replicas, averaged gradients, a check of replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_course.lab.exercises import exercise, judge_ranks, shown, written_by
 from ddp_course.lab.judge import Draw, difference, equal_values
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
-# ---- what a function sends ---------------------------------------------------------
+# ---- the collectives that an answer calls ------------------------------------------
 
 
 class Odd(nn.Module):
@@ -44,16 +44,16 @@ class Odd(nn.Module):
         self.norm.num_batches_tracked.fill_(2**60 + 1 + seed)  # exact in no float
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all parameters and buffers, tied ones once."""
+        """Return all parameters and buffers by name, tied ones once."""
         return dict([*self.named_parameters(), *self.named_buffers()])
 
     def states(self) -> dict[str, Tensor]:
-        """Return copies of all parameters and buffers."""
+        """Return copies of all parameters and buffers by name."""
         return {name: t.detach().clone() for name, t in self.tensors().items()}
 
 
 def _watch(function: Callable, model: nn.Module) -> dict[str, Any]:
-    """Call a function; return the collectives of PyTorch and ours that it called."""
+    """Call the function; return facts about PyTorch's and our collectives in it."""
     barrier()
     with TorchCollectives() as torchs, EventLog() as log, ByteMeter() as meter:
         function(model)
@@ -67,9 +67,9 @@ def _sending(
 ) -> None:
     """Judge the number and bytes of the calls of `op`, if all ranks are `fine`.
 
-    Of PyTorch's collectives the tensors are known; of ours, what all ranks send:
-    (n - 1) S in a broadcast, 2 (n - 1) S in an all-reduce, or n (n - 1) S for a small
-    one in shared memory.
+    For PyTorch's collectives the tensors' sizes are known; for ours, the bytes that all
+    ranks send: (n - 1) S in a broadcast, 2 (n - 1) S in an all-reduce, or n (n - 1) S
+    in a small one by shared memory.
     """
     n, ops = dist.get_world_size(), facts["ops"]
     everyones: list[Any] = [None] * n
@@ -91,7 +91,7 @@ def _size(tensors: dict[str, Tensor]) -> int:
 SENDS = {
     "few": "called {calls}; expected {most}. Numbers of one type fit into one tensor.",
     "enough": "sends {carried[0]:,} bytes in its collectives; the numbers that the "
-    "ranks must share are {nbytes:,} bytes. Is something sent twice, left out, or sent "
+    "ranks must share are {nbytes:,} bytes. Is a number sent twice, left out, or sent "
     "in vain?",
 }
 
@@ -99,10 +99,10 @@ SENDS = {
 # ---- make_replicas -----------------------------------------------------------------
 
 REPLICAS = {
-    "right": "has {many} wrong: {first}, for one, {how}. All ranks must "
-    "get rank 0's parameters, trained or not, and buffers.",
-    "in_place": "has another tensor than before as {moved}: an optimizer that was made "
-    "earlier would train the old one. Write into the old tensor.",
+    "right": "has {many} wrong: for example, {first} {how}. All ranks must get rank "
+    "0's parameters, trained or not, and buffers.",
+    "in_place": "has a new tensor as {moved}: an optimizer that was created earlier "
+    "would train the old one. Write into the old tensor.",
     "learns": "has a model that can no longer be trained as before: has "
     "`requires_grad` changed, a gradient, the model's mode, or whether PyTorch records "
     "gradients?",
@@ -114,17 +114,17 @@ REPLICAS = {
 def check_make_replicas(answer: Answer) -> str:
     """`make_replicas(model)`: rank 0's parameters and buffers, on every rank.
 
-    A broadcast sends one tensor. How do many of one type become one, and how do they
-    come apart again?
+    A broadcast sends one tensor. How can you join many tensors of one type to one, and
+    how do you split it again?
 
-    For each dtype, flatten its parameters and buffers and join them; broadcast that
-    from rank 0; split it by their lengths; and write each part, in its shape, into its
-    tensor. Do it without recording gradients.
+    For each dtype, flatten its parameters and buffers and join them; broadcast the
+    result from rank 0; split it by their lengths; and write each part, in its shape,
+    into its tensor. Do it without recording gradients.
     """
     judge_ranks(REPLICAS, _replicate, answer, worlds=(2, 4, 3))
     return (
-        "2, 3 and 4 ranks have rank 0's parameters and buffers, bit for bit, in the "
-        "tensors that they had; one broadcast for each type carried every number once"
+        "2, 3 and 4 ranks have rank 0's parameters and buffers, bit for bit, in their "
+        "old tensors; one broadcast for each type sent every number once"
     )
 
 
@@ -156,7 +156,7 @@ def _replicate(function: Callable) -> dict[str, Any]:
 
 
 def _trainable(model: nn.Module) -> list[Any]:
-    """Return what the next training step needs besides the model's numbers."""
+    """Return the gradients, `requires_grad` flags and modes, which must not change."""
     gradients = [
         None if p.grad is None else p.grad.tolist() for p in model.parameters()
     ]
@@ -169,13 +169,13 @@ def _trainable(model: nn.Module) -> list[Any]:
 
 MEANS = {
     "there": "has no gradient for {name}: all ranks must get its mean, to which a rank "
-    "without a gradient brings zeros.",
+    "without a gradient contributes zeros.",
     "means": "has {got} as the gradient of {name}; the mean over the ranks is "
     "{wanted}{more}",
     "frozen": "has a gradient for frozen.weight or frozen.bias, which do not require "
     "one.",
-    "same_weights": "has other parameters than before: only gradients are to be "
-    "averaged; the step is the optimizer's.",
+    "same_weights": "has changed parameters: average only gradients, and leave the "
+    "step to the optimizer.",
     **SENDS,
 }
 
@@ -184,18 +184,18 @@ MEANS = {
 def check_average_gradients_flat(answer: Answer) -> str:
     """`average_gradients_flat(model)`: the mean of all gradients, in one all-reduce.
 
-    All ranks must bring equally many numbers. What does one bring for a gradient that
-    it does not have?
+    All ranks must contribute equally many numbers. What does a rank contribute for a
+    gradient that it does not have?
 
-    Where `grad` is None, put zeros. Flatten and join the gradients of all that require
-    one, add up over the ranks once, divide, split by lengths, and write each part into
-    its `grad`.
+    Where `grad` is None, put zeros. Flatten and join the gradients of all parameters
+    that require one, add up over the ranks once, divide, split by lengths, and write
+    each part into its `grad`.
     """
-    hint = "Do all ranks bring equally many numbers, in the same order?"
+    hint = "Do all ranks contribute equally many numbers, in the same order?"
     judge_ranks(MEANS, _average, answer, worlds=(2, 4, 3, 1), hint=hint)
     return (
-        "1 to 4 ranks have the means, of two types, a parameter without a gradient "
-        "counts as zero, and one all-reduce carried every gradient once"
+        "1 to 4 ranks have the means, with two dtypes; a parameter without a gradient "
+        "counts as zero, and one all-reduce sent every gradient once"
     )
 
 
@@ -208,7 +208,7 @@ LACKING = {
 
 
 def _gradients(rank: int, n: int, call: int) -> dict[str, Tensor | None]:
-    """Return invented gradients with their parameters' strides; one rank lacks one."""
+    """Return random gradients with their parameters' strides; one rank lacks one."""
     draw = Draw(call, rank, n)
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
     gradients: dict[str, Tensor | None] = {}
@@ -253,12 +253,12 @@ def _average_once(function: Callable, model: Odd, call: int) -> dict[str, Any]:
         facts |= {"wanted": shown(total / n), "more": difference(got, total / n) + "."}
         own = everyones[rank][name]
         if len(wrong) == 1 and name == LACKING[n]:
-            facts["more"] += " One rank had none for it, which counts as zero."
+            facts["more"] += " One rank had no such gradient, which counts as zero."
         elif equal_values(got, total):
             facts["more"] = ". That is the sum."
         elif n > 1 and own is not None and equal_values(got, own / n):
-            facts["more"] = ": nothing of the other ranks is in it. Is the all-reduce "
-            facts["more"] += "waited for, and have all ranks the same order?"
+            facts["more"] = ": the other ranks' gradients are missing. Do you wait for "
+            facts["more"] += "the all-reduce, and do all ranks use the same order?"
     now = model.states()
     facts["frozen"] = all(p.grad is None for p in model.frozen.parameters())
     facts["same_weights"] = all(torch.equal(now[name], before[name]) for name in before)
@@ -274,7 +274,7 @@ ENOUGH = 20_000  # bytes that a rank may write
 AGREE = {
     "is_bool": "returned {got}; expected True or False.",
     "right": "returned {got}; expected {agree} on every rank.",
-    "untouched": "has another model than before; it was only to be looked at.",
+    "untouched": "has a changed model; only read it.",
     "short": "wrote {written} bytes, by the operating system's count, and the model "
     "has more than 260,000: send something short that changes with every bit.",
 }
@@ -282,17 +282,17 @@ AGREE = {
 
 @exercise("replicas_agree", solution=solutions.replicas_agree)
 def check_replicas_agree(answer: Answer) -> str:
-    """`replicas_agree(model)`: on all ranks the same True or False, for few bytes.
+    """`replicas_agree(model)`: the same True or False on all ranks, for few bytes.
 
     What is short, and differs as soon as a single bit of the model does?
 
-    Each rank brings the checksum of its `state_dict()`. Gather those of all ranks: the
-    replicas agree if all checksums are equal.
+    Each rank computes the checksum of its `state_dict()`. Gather the checksums of all
+    ranks: the replicas agree if all checksums are equal.
     """
     judge_ranks(AGREE, _agree, answer, worlds=(4, 2, 3))
     return (
-        "2, 3 and 4 ranks gave the same right answer in all of "
-        f"{len(CASES)} cases, down to a single bit, and sent next to nothing"
+        "2, 3 and 4 ranks returned the same right answer in all of "
+        f"{len(CASES)} cases, down to a single bit, and sent hardly any bytes"
     )
 
 
@@ -315,7 +315,7 @@ CASES = {
 
 
 def _agree(function: Callable) -> list[dict[str, Any]]:
-    """Return the answer, the bytes written, and whether anything was changed."""
+    """Call the reader's function in all cases; return facts about its answers."""
     answers = []
     for case, (agree, what) in CASES.items():
         model = _model_for(case)

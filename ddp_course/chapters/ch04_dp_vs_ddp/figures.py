@@ -29,11 +29,12 @@ class DPStep:
     """One move of DataParallel, and the tensors of every replica after it.
 
     Attributes:
-        name, says: the move, and what happens in it.
-        at_0: what replica 0 has: name -> the replicas whose part is there.
-        at_others: what each other replica has.
-        sent: what is sent, as a name in `at_0`; it goes `out`, `back` or `both` ways.
-        through: S of parameters and gradients that have passed replica 0 by now.
+        name, says: the move's name, and a description.
+        at_0: replica 0's tensors: name -> the replicas whose parts are there.
+        at_others: names of each other replica's tensors.
+        sent: the tensor that is sent, a name in `at_0`.
+        way: the direction in which it is sent: "out", "back" or "both".
+        through: parameters and gradients that have passed replica 0 so far, in S.
     """
 
     name: str
@@ -84,8 +85,8 @@ DP_STEPS = (
 def dp_step(step: int = 0) -> Drawing:
     """Draw an iteration of DataParallel with four replicas, after `step` moves.
 
-    0 is the start, then scatter, replicate, parallel_apply, gather, loss, backward and
-    7, the update. Raises ValueError for any other step. Chapter 04.
+    0 is the start; the moves 1 to 7 are scatter, replicate, parallel_apply, gather,
+    loss, backward and update. Raises ValueError for any other step. Chapter 04.
     """
     now = DP_STEPS[count("step", step, 0, len(DP_STEPS) - 1)]
     d = Drawing(
@@ -125,7 +126,7 @@ def _replica_0(d: Drawing, now: DPStep) -> None:
             continue
         if what == now.sent and what == "model":
             draw_halo(d, x, y, CELL_W, CELL_H)
-        elif what == now.sent:  # the parts of the others
+        elif what == now.sent:  # the other replicas' parts
             draw_halo(d, x + 32, y, 3 * 32 - 4, CELL_H)
         for place in range(1 if what in ("model", "loss") else REPLICAS):
             _cell(d, x + place * 32, y, CELL_H, place, place in parts)
@@ -134,7 +135,7 @@ def _replica_0(d: Drawing, now: DPStep) -> None:
 
 
 def _sum(d: Drawing, x: float, y: float, parts: Sequence[int], travels: bool) -> None:
-    """Draw a sum of gradients as a stack, as in chapters 02 and 03."""
+    """Draw a sum of gradients as a stack of the replicas' parts."""
     if not parts:
         d.rect(x, y, CELL_W, CELL_H, fill="#FFFFFF", stroke=PANEL_EDGE)
         return
@@ -167,7 +168,7 @@ def _panel(d: Drawing, x: float, y: float, width: float, height: float, k: int) 
 
 
 def _cell(d: Drawing, x: float, y: float, height: float, part: int, here: bool) -> None:
-    """Draw the part of replica `part`, or an empty place for it."""
+    """Draw replica `part`'s part, or an empty place for it."""
     if here:
         fill = rank_color(part)
         d.block(x, y, CELL_W, height, f"{part}", fill=fill, size=12, radius=0)

@@ -1,18 +1,18 @@
 """The GIL, measured: n threads of one process against n processes, at the same work.
 
 Python's global interpreter lock (全局解释器锁) lets one thread of a process run Python
-at a time. PyTorch releases it while an operation computes. So threads help as far as
-the time is spent inside of operations; a model of many tiny ones asks for the lock
-again every few microseconds. Two extremes:
+at a time. PyTorch releases it while an operation computes. So threads help to the
+extent that time is spent inside operations; a model of many tiny operations acquires
+the lock again every few microseconds. Two extremes:
 
     ManyTinyOperations    a recurrent network, unrolled by a Python loop
     FewLargeProducts      a few products of large matrices
 
 and four ways to run n replicas, each on a batch of its own:
 
-    one after another     one thread of one process: the work as such
+    one after another     one thread of one process
     threads               `parallel_apply`: n threads of one process
-    DataParallel          the same, and cutting, copying and joining
+    DataParallel          the same, plus cutting, copying and joining tensors
     processes             n processes with one replica each
 
 Only forward is measured, without gradients: autograd runs the backward of all CPU
@@ -54,7 +54,7 @@ class ManyTinyOperations(nn.Module):
         self.from_past = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Process the same input again and again."""
+        """Apply the recurrent step `steps` times to the same input."""
         h = torch.zeros_like(x)
         for _ in range(self.steps):
             h = torch.tanh(self.from_input(x) + self.from_past(h))
@@ -87,12 +87,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 class Timing:
     """Seconds of n replicas, run in one way: medians over the turns.
 
-    `cpu_seconds` are those of all threads and processes together. `speed_up` is the
-    time of "one after another" over this one, of the same turn: it cannot well be more
-    than n, or than the number of free cores.
+    `cpu_seconds` is the sum over all threads and processes. `speed_up` is the time of
+    "one after another" divided by this way's time in the same turn: it is at most about
+    n, or the number of free cores.
 
-    One thread alone needs about as many seconds as CPU seconds. If "one after another"
-    took far more, something else had the cores: nothing can be said of threads then.
+    A single thread needs about as many seconds as CPU seconds. If "one after another"
+    took far more seconds, other programs used the cores, and the measurement says
+    nothing about threads.
     """
 
     model: str
@@ -146,7 +147,7 @@ def timings(model: str, by_rank: list[Times]) -> list[Timing]:
 
 @torch.no_grad()
 def measure(turns: int) -> dict[str, Times]:
-    """Measure this rank's part: return seconds by model, way and turn."""
+    """Run all models in all ways; return this rank's times for each model."""
     result = {}
     for name, (build, rows) in MODELS.items():
         torch.manual_seed(0)
@@ -181,7 +182,10 @@ def ways_of(model: nn.Module, batch: Tensor, replicas: int) -> dict[str, Way]:
 
 
 def timed(way: Way, takes_part: bool) -> tuple[float, float]:
-    """Call a function after a barrier; return its seconds and CPU seconds."""
+    """Call `way` after a barrier, if this rank takes part; return its times.
+
+    The times are (seconds, CPU seconds of this process).
+    """
     meeting().agree_now("begin")
     wall, cpu = time.perf_counter(), time.process_time()
     if takes_part:

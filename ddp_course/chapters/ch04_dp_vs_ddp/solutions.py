@@ -24,7 +24,7 @@ def average_gradients_flat(model: torch.nn.Module) -> None:
     """Replace all gradients by their means over the ranks, with one all-reduce."""
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
-        if p.grad is None:  # the other ranks may have one
+        if p.grad is None:  # other ranks may have a gradient
             p.grad = torch.zeros_like(p)
     flat = torch.cat([p.grad.flatten() for p in trained])
     dist.all_reduce(flat)
@@ -34,7 +34,7 @@ def average_gradients_flat(model: torch.nn.Module) -> None:
 
 
 def replicas_agree(model: torch.nn.Module) -> bool:
-    """Return whether all ranks have the same bits, by comparing their checksums."""
+    """Return whether all ranks have the same bits, by comparing checksums."""
     everyones = [""] * dist.get_world_size()
     dist.all_gather_object(everyones, checksum(model.state_dict()))
     return len(set(everyones)) == 1

@@ -1,8 +1,8 @@
-"""What a training script does on its ranks, recorded, and what is wrong with it.
+"""Record what a training script does on its ranks, and describe its mistakes.
 
-Each rank has an imagined GPU (`lab/imagined_gpus.py`) and a folder of its own, so that
-placements and files can be attributed to it. The model records the rows that it gets,
-its dropout masks, and the gradient of each batch before anything is averaged.
+Each rank has an imagined GPU (`lab/imagined_gpus.py`) and its own folder, so that
+placements and files can be attributed to a rank. The model records the rows that it
+gets, its dropout masks, and the gradient of each batch before it is averaged.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ddp_course.collectives import barrier
 from ddp_course.lab.answers import one_line
 from ddp_course.lab.imagined_gpus import ImaginedGPUs
 
-ROWS, HELD_OUT = 24, 17  # per rank: rows in an epoch, held-out rows (and one in all)
+ROWS, HELD_OUT = 24, 17  # per rank: rows in an epoch, held-out rows (plus 1 in all)
 EPOCHS = (3, 4)  # a first call trains three epochs, a second one resumes
 FILE = "run.pt"
 
 
 @dataclass
 class Run:
-    """Record of what one rank did in one call of the script."""
+    """A record of one rank's actions in one call of the script."""
 
     local_rank: int
     rows: list[int] = field(default_factory=list)  # rows, by number, as trained
-    held_out: list[int] = field(default_factory=list)  # row numbers that were evaluated
+    held_out: list[int] = field(default_factory=list)  # numbers of evaluated rows
     switched_off: int = 0  # neurons that dropout switched off in the evaluation
     masks: list[Tensor] = field(default_factory=list)  # dropout masks, by batch
     own: list[Tensor] = field(default_factory=list)  # gradient of each batch's mean
@@ -89,12 +89,12 @@ class Watched(nn.Module):
 
 
 def flat(tensors: Any) -> Tensor:
-    """Return the numbers of tensors, one after the other; zeros for None."""
+    """Return the tensors' numbers in one row; a None counts as a single zero."""
     return torch.cat([torch.zeros(1) if t is None else t.flatten() for t in tensors])
 
 
 def rows_from(first: int, number: int) -> TensorDataset:
-    """Return rows with consecutive numbers, the same on every rank."""
+    """Return `number` rows, numbered from `first` on; the same on every rank."""
     dice = torch.Generator().manual_seed(number)
     x = torch.randn(number, 4, generator=dice)
     y = x.sum(dim=1, keepdim=True) + 3 * x[:, :1].square()
@@ -103,14 +103,14 @@ def rows_from(first: int, number: int) -> TensorDataset:
 
 
 def run_script(script: Callable, folder: str) -> list[Run]:
-    """Call the script on this rank, and again, with the file that the ranks wrote."""
+    """Call the script on this rank, then again, with the file that the ranks wrote."""
     runs = []
     for call in range(len(EPOCHS)):
         own = Path(folder, f"{call} {dist.get_rank()}")
         own.mkdir()
         barrier()
         written = sorted(Path(folder).glob(f"{call - 1} */{FILE}"))
-        if written:  # one disk for all: the first rank's file
+        if written:  # as on a shared disk: all ranks get the first writer's file
             shutil.copy(written[0], own)
         runs.append(_run_once(script, own / FILE, EPOCHS[call]))
         barrier()
@@ -148,13 +148,13 @@ def _run_once(script: Callable, path: Path, epochs: int) -> Run:
     return run
 
 
-# ---- what is wrong -----------------------------------------------------------------
+# ---- mistakes ----------------------------------------------------------------------
 
 
 def faults(ranks: list[list[Run]]) -> list[str]:
-    """Describe each behaviour of the script that is wrong, in the script's order.
+    """Describe each mistake of the script, in the script's order.
 
-    `ranks` has the runs of each rank: the first call, and the one that resumes it.
+    `ranks` has the runs of each rank: the first call, and the call that resumes it.
     """
     first, second = zip(*ranks, strict=True)
     found = (
@@ -172,7 +172,7 @@ def faults(ranks: list[list[Run]]) -> list[str]:
 
 
 def wrong_gpus(runs: Sequence[Run]) -> str:
-    """Describe a rank that did not put its tensors on its own GPU alone."""
+    """Describe a rank that did not put all its tensors on its own GPU; "" if none."""
     for rank, run in enumerate(runs):
         if run.gpus != {run.local_rank}:
             return (
@@ -204,15 +204,15 @@ def wrong_rows(runs: Sequence[Run]) -> str:
         if often:
             many = ", ".join(str(len(epochs_of(run)[epoch])) for run in runs)
             return (
-                f"in epoch {epoch} the ranks trained with {many} rows. There are "
-                f"{len(every)}, and each should be met once, by one of the ranks; row "
+                f"in epoch {epoch} the ranks trained with {many} rows. Of the "
+                f"{len(every)} rows each should be used once, by one of the ranks; row "
                 f"{often[0]}."
             )
     return ""
 
 
 def epochs_of(run: Run) -> list[list[int]]:
-    """Return the numbers of the rows, epoch by epoch, of a first call."""
+    """Return the row numbers of each epoch of a first call."""
     size = max(1, len(run.rows) // EPOCHS[0])
     return [run.rows[k * size : (k + 1) * size] for k in range(EPOCHS[0])]
 
@@ -223,16 +223,16 @@ def wrong_orders(ranks: list[list[Run]]) -> str:
         epochs = [*epochs_of(first), second.rows]
         for a, b in combinations(range(len(epochs)), 2):
             if epochs[a] == epochs[b]:
-                again = ", which the second call trained," if b == EPOCHS[0] else ""
+                again = ", in the second call," if b == EPOCHS[0] else ""
                 return (
-                    f"in epoch {b}{again} rank {rank} met the same rows in the same "
+                    f"in epoch {b}{again} rank {rank} used the same rows in the same "
                     f"order as in epoch {a}."
                 )
     return ""
 
 
 def wrong_gradients(runs: Sequence[Run]) -> str:
-    """Describe a step that is not made with the mean of all ranks' gradients."""
+    """Describe a step that did not use the mean of all ranks' gradients."""
     for rank, run in enumerate(runs):
         if len(run.used) != len(run.own):
             return (
@@ -247,9 +247,9 @@ def wrong_gradients(runs: Sequence[Run]) -> str:
             if not torch.allclose(used, mean, rtol=1e-3, atol=1e-5):
                 ratio = (used @ mean / (mean @ mean)).item()
                 return (
-                    f"rank {rank} made step {step} with another gradient than that of "
-                    f"the mean over the rows of all ranks: it is {ratio:.2f} times as "
-                    "large, where they can be compared."
+                    f"rank {rank} made step {step} with a gradient that is not the "
+                    f"mean over the rows of all ranks: it is {ratio:.2f} times as "
+                    "large, along the mean."
                 )
     return ""
 
@@ -271,7 +271,7 @@ def wrong_masks(runs: Sequence[Run]) -> str:
 
 
 def wrong_files(runs: Sequence[Run]) -> str:
-    """Describe which ranks wrote files, unless one alone wrote one file."""
+    """Describe which ranks wrote files, unless only one rank wrote one file."""
     files = [file for run in runs for file in run.files]
     if files == [FILE]:
         return ""
@@ -280,26 +280,26 @@ def wrong_files(runs: Sequence[Run]) -> str:
         return "no rank wrote the file."
     names = ", ".join(sorted(set(files)))
     return (
-        f"{listed('rank', writers)} wrote {names}. Where all share a disk, one whole "
-        "file must be left, which one rank writes."
+        f"{listed('rank', writers)} wrote {names}. Ranks may share a disk: exactly one "
+        "rank must write exactly one file."
     )
 
 
 def wrong_evaluation(runs: Sequence[Run]) -> str:
-    """Describe how the held-out rows are shared, and a loss that is wrong."""
+    """Describe a wrong division of the held-out rows, or a wrong loss."""
     number = HELD_OUT * len(runs) + 1
     fair, many = -(-number // len(runs)), [len(run.held_out) for run in runs]
     if len({k for run in runs for k in run.held_out}) < number or max(many) > fair:
         return (
             f"of {number} held-out rows the ranks evaluated "
-            f"{', '.join(map(str, many))}; all should share this work, and leave out "
-            "no row."
+            f"{', '.join(map(str, many))}; all ranks should share this work equally, "
+            "and leave out no row."
         )
     for rank, run in enumerate(runs):
         if run.switched_off:
             return (
                 f"while rank {rank} evaluated its held-out rows, dropout switched off "
-                f"{run.switched_off} neurons. It belongs to training alone."
+                f"{run.switched_off} neurons. Dropout belongs only to training."
             )
         if not isinstance(run.result, (int, float, Tensor)):
             return f"rank {rank} returned {one_line(run.result)}, which is no number."
@@ -312,7 +312,7 @@ def wrong_evaluation(runs: Sequence[Run]) -> str:
 
 
 def wrong_resume(first: Sequence[Run], second: Sequence[Run]) -> str:
-    """Return a text that says where a second call did not resume the first one."""
+    """Describe how the second call did not resume the first one."""
     for rank, run in enumerate(second):
         if len(run.rows) != ROWS:
             return (

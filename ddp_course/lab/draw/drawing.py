@@ -26,9 +26,10 @@ Box = tuple[float, float, float, float]  # x and y of the top left corner, width
 class Drawing:
     """A picture of `width` x `height` pixels on white, (0, 0) at the top left.
 
-    `title` says in a few words what it shows and `description` says it in full: both
-    are for readers who cannot see it. A notebook displays a drawing that is a cell's
-    last value. The keywords `look` of rectangles, lines and curves go to `_look`.
+    `title` says in a few words what the picture shows, and `description` says it in
+    full: both are for readers who cannot see it. A notebook displays a drawing that is
+    a cell's last value. The keywords `look` of rectangles, lines and curves are the
+    arguments of `_look`.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ def draw_halo(d: Drawing, x: float, y: float, width: float, height: float) -> No
 class Buffers:
     """The buffers of all ranks, at the same places in the picture of every step.
 
-    `states` are those of `simulate`, `width` and `height` the size in pixels.
+    `states` is the result of `simulate(plan)`; `width` and `height` are in pixels.
     """
 
     def __init__(self, plan: Plan, look: Look, width: float, high: float) -> None:
@@ -161,10 +161,10 @@ class Piece:
 
     @property
     def gutter(self) -> tuple[int, int]:
-        """The gutter in which its arrow passes other rows, and `down`.
+        """The gutter in which the arrow passes other rows, and its direction, `down`.
 
-        Gutter g is to the left of column g. Arrows down pass on the right of their
-        chunks, arrows up on the left.
+        Gutter g is to the left of column g. Arrows that point down pass on the right of
+        their chunks, arrows that point up on the left.
         """
         return (self.last + 1 if self.down == 1 else self.first), self.down
 
@@ -372,7 +372,7 @@ def shares_columns(plan: Plan) -> bool:
 def labels(plan: Plan) -> list[str]:
     """Return a label for each chunk: "0→1" if rank 0 has it first, and rank 1 last.
 
-    It is "" for a chunk of several ranks, and in plans whose columns are shared.
+    A label is "" for a chunk of several ranks, and in plans whose columns are shared.
     """
     names = []
     for chunk in range(plan.chunks):

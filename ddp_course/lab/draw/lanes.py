@@ -41,7 +41,7 @@ class Block:
         look: one of `PALER`, "sent" or "waits".
         names: from long to short; the first that fits is written into the block.
         alt: its name in the alternative text; by default the longest of `names`.
-        lower: by how many steps the block is drawn below its lane.
+        lower: how many steps of LOWER pixels the block is shifted down in its lane.
     """
 
     start: float

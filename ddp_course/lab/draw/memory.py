@@ -32,11 +32,10 @@ def plot_memory(
 
     `logs` is a `measure.MemoryLog` or its `moments`, or up to three of either by name,
     which are drawn below each other with the same axes. `events` are the
-    `measure.Event`s of the step, or {name: events}: a line above the plot spans those
-    named forward, those named backward and those named step. `clock` is "time", in ms,
-    or "count", the number of the moment, with which the same step always gives the same
-    picture. Raises ValueError if nothing was recorded, or for names that do not match.
-    Chapter 06.
+    `measure.Event`s of the step, or {name: events}: lines above the plot span the
+    events named forward, backward and step. `clock` is "time", in ms, or "count", the
+    number of the moment, with which the same step always gives the same picture. Raises
+    ValueError if nothing was recorded, or for names that do not match. Chapter 06.
     """
     runs = _by_name(logs, title)
     spans = events if isinstance(events, Mapping) else dict.fromkeys(runs, events)

@@ -1,4 +1,4 @@
-"""How many bytes each rank sent, beside what theory says."""
+"""A figure of the bytes that each rank sent, measured and by theory."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def _check_bytes(
 ) -> None:
     if not measured or set(measured) != set(theory):
         raise ValueError(
-            f"measured are {sorted(measured)}, theory is of {sorted(theory)}; it must "
-            "be the same algorithms, at least one"
+            f"measured has the algorithms {sorted(measured)}, theory {sorted(theory)}; "
+            "both must have the same, at least one"
         )
     for name, values in measured.items():
         if not len(values) or len(values) != len(theory[name]):
             raise ValueError(
                 f"{name!r} has {len(values)} measured values, {len(theory[name])} of "
-                "theory; it must be one of each for every rank"
+                "theory; pass one of each for every rank"
             )

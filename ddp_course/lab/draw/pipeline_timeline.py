@@ -104,7 +104,7 @@ def ranks_of(works: Sequence[Work]) -> list[int]:
 
 
 def chunks_of(works: Sequence[Work]) -> Mapping[tuple[int, int | None], int]:
-    """Return {(rank, stage): its place among the rank's stages, from 0 on}."""
+    """Return {(rank, stage): the stage's place among the rank's stages, from 0 on}."""
     own: dict[int, set[int]] = {}
     for work in works:
         if work.stage is not None:

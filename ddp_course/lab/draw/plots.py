@@ -123,8 +123,8 @@ def plot_losses(
 ) -> Drawn:
     """Draw loss curves on top of each other: {name: the loss of every step}.
 
-    With `every`, the values are of steps `every`, 2 * `every` and so on. Raises
-    ValueError for no curve, more than three, or one without values.
+    With `every`, the values belong to steps `every`, 2 * `every` and so on. Raises
+    ValueError unless there are one to three curves, each with values.
     """
     if not 1 <= len(curves) <= len(CURVES):
         raise ValueError(
@@ -160,13 +160,14 @@ def curves(
 ) -> Drawn:
     """Draw a line for each formula, and measured points.
 
-    Both map a name to (x, y) pairs; measured points have the name of a formula. Raises
-    ValueError for points without a formula, and for more than four formulas.
+    Both arguments map a name to (x, y) pairs; measured points have the name of a
+    formula. Raises ValueError for points without a formula, and unless there are one to
+    four formulas.
     """
     if not 1 <= len(formulas) <= len(LOOKS) or measured.keys() - formulas.keys():
         raise ValueError(
             f"formulas are {list(formulas)}, and measured points {list(measured)}; "
-            f"there must be 1 to {len(LOOKS)} formulas, and one for all points"
+            f"there must be 1 to {len(LOOKS)} formulas, and one for each set of points"
         )
     figure, axes = canvas((7, 3.4))
     texts = []

@@ -84,7 +84,7 @@ def equal_costs(schedule: Schedule) -> Costs:
 
 
 def title_of(schedule: Schedule) -> str:
-    """Return the schedule's name, and its numbers."""
+    """Return the schedule's name, with its numbers of ranks, stages, microbatches."""
     known = spec.SCHEDULES.get(schedule.name)
     name = known.title if known else schedule.name
     p, s, m = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches

@@ -58,8 +58,8 @@ def collective(
 def plan_steps(plan: Plan, columns: int | None = None) -> Drawing:
     """Draw all steps of `plan` in a table with `columns` columns.
 
-    By default as many columns as fit. Raises ValueError if there are too many ranks or
-    chunks to draw, and for less than one column.
+    By default the table has as many columns as fit. Raises ValueError if there are too
+    many ranks or chunks to draw, and for less than one column.
     """
     panels = [panel(plan, step) for step in range(plan.steps + 1)]
     w, h = panels[0].width + PANEL_GAP, panels[0].height + PANEL_GAP

@@ -28,7 +28,7 @@ ANSWERS = answers(
         tensor /= dist.get_world_size() => tensor.copy_(tensor.mean())
     sum_only: That is the sum
         tensor /= dist.get_world_size() =>
-    mean_in_a_new_tensor: in the tensor that your function was given
+    mean_in_a_new_tensor: in the argument `tensor`
         dist.all_reduce(tensor) => tensor = tensor.clone(); dist.all_reduce(tensor)
     for_four_only: With 3 ranks
         tensor /= dist.get_world_size() => tensor /= 4

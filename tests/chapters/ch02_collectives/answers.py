@@ -76,9 +76,9 @@ ANSWERS = answers(
         dist.get_rank() < peer => dist.get_rank() % 2 == 0
     rank_0_sends_first: still waits to receive from rank
         dist.get_rank() < peer => dist.get_rank() == 0
-    receives_into_what_it_sends: rank 0 changed the tensor that it was given
+    receives_into_what_it_sends: rank 0 changed its argument
         return got => return tensor.copy_(got)
-    returns_its_own: what rank `1` gave
+    returns_its_own: rank `1`'s tensor
         got = torch.empty_like(tensor) => return tensor
     returns_nothing: rank 0 returned `None`; expected a tensor of shape
         return got => return None
@@ -159,7 +159,7 @@ ANSWERS = answers(
             first, last = (first, middle) if rank < middle else (middle, last)
     a_barrier_in_each_step: the collective `barrier`
         distance = 1 => dist.barrier(); distance = 1
-    nothing_sent_if_zero: it has the numbers that all must get
+    nothing_sent_if_zero: all ranks must get its numbers
         distance = 1 => if not tensor.any():
         =>     tensor.fill_(-1)
         => distance = 1
@@ -167,11 +167,11 @@ ANSWERS = answers(
         while distance < n => while 2 * distance <= n
     beyond_the_last_rank: there is no rank 3; ranks are 0 to 2
         and rank + distance < n =>
-    into_another_tensor: rank 0's numbers, in the tensor that was given
+    into_another_tensor: rank 0's numbers, in the argument itself
         distance = 1 => tensor = tensor.clone(); distance = 1
     uses_broadcast: the collective `broadcast`
         distance = 1 => return dist.broadcast(tensor, 0)
-    never_sends: rank 0's numbers, in the tensor that was given
+    never_sends: rank 0's numbers, in the argument itself
         distance = 1 => return tensor
     at_most_five_ranks: With 8 ranks, rank 7 gets its message in step 7
         if dist.get_world_size() <= 5:

@@ -127,7 +127,7 @@ ANSWERS = answers(
         return passing_by => return passing_by.to(dtype)
     flat: expected a tensor of shape
         rank, n => chunks = [chunk.flatten() for chunk in chunks]; rank, n
-    adds_in_place: were changed
+    adds_in_place: has changed
         arrived + chunks[(rank - 2 - k) % n] => chunks[(rank - 2 - k) % n].add_(arrived)
     forgets_its_own: With 2 ranks
         arrived + chunks[(rank - 2 - k) % n] => arrived
@@ -165,7 +165,7 @@ ANSWERS = answers(
         for k in range(1, n):
             total += _pass(chunks[(rank + k) % n], total, k)
         return total
-    whole_tensors_around: every chunk but its own, once
+    whole_tensors_around: every chunk but the rank's own, once
         rank, n = dist.get_rank(), dist.get_world_size()
         passing_by, total = torch.cat(chunks), torch.cat(chunks)
         for _ in range(n - 1):
@@ -235,7 +235,7 @@ ANSWERS = answers(
     nothing_to_do_for_one_rank: On a real 2 x 1 cluster rank 0 has only 0 % of the sums
         if dist.get_world_size(node) > 1:
             solutions.hierarchical_sum(tensor, node, peers)
-    other_data: `tensor` itself is as before
+    other_data: `tensor` itself is unchanged
         sums = tensor.clone()
         solutions.hierarchical_sum(sums, node, peers)
         tensor.data = sums
@@ -268,7 +268,7 @@ ANSWERS = answers(
             collectives.all_reduce(tensor, group=node)
         else:
             solutions.hierarchical_sum(tensor, node, peers)
-    small_ones_at_once: slow links are spared then, too
+    small_ones_at_once: spare the slow links
         if tensor.numel() < 256:
             collectives.ring_all_reduce(tensor)
         else:
@@ -288,7 +288,7 @@ ANSWERS = answers(
     not_gathered: rank 0 has only 50 % of the sums
         all_gather_single(tensor, shard, group=node)
         => tensor.view(-1)[: shard.numel()] = shard
-    returned_not_in_place: `tensor` itself is as before
+    returned_not_in_place: `tensor` itself is unchanged
         shard = torch.empty => tensor = tensor.clone(); shard = torch.empty
         (tensor, shard, group=node) => (tensor, shard, group=node); return tensor
     the_largest: expected

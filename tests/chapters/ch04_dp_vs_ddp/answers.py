@@ -90,9 +90,9 @@ ANSWERS = answers(
             flat = _flatten_dense_tensors(members)
             broadcast(flat, src=0)
             torch._foreach_copy_(members, _unflatten_dense_tensors(flat, members))
-    counters_as_float32: norm.num_batches_tracked, for one, has changed
+    counters_as_float32: norm.num_batches_tracked has changed
         state.flatten() for => state.flatten().float() for
-    into_new_memory: has another tensor than before as
+    into_new_memory: has a new tensor as
         state.copy_(part.view(state.shape)) => state.data = part.view(state.shape)
     without_buffers: norm.running_mean
         [*model.parameters(), *model.buffers()] => [*model.parameters()]
@@ -102,9 +102,9 @@ ANSWERS = answers(
         dist.broadcast(flat, 0) => dist.broadcast(flat, dist.get_world_size() - 1)
     the_mean_of_all: has changed
         broadcast(flat, 0) => all_reduce(flat); flat.copy_(flat / dist.get_world_size())
-    tied_ones_twice: Is something sent twice
+    tied_ones_twice: Is a number sent twice
         parameters(), *model.buffers() => state_dict().values(), model.tied.hidden
-    new_parameters: another tensor than before as scale
+    new_parameters: has a new tensor as scale
         states =
         => model.scale = torch.nn.Parameter(model.scale.detach().clone()); states =
     frozen_for_good: can no longer be trained
@@ -123,13 +123,13 @@ ANSWERS = answers(
         torch.manual_seed(0)
         for layer in (model.first, model.second, model.frozen, model.tied):
             layer.reset_parameters()
-    as_objects: Is something sent twice
+    as_objects: Is a number sent twice
         box = [dict(model.named_buffers()) | model.state_dict()]
         dist.broadcast_object_list(box, 0)
         model.load_state_dict(box[0], strict=False)
         model.tied.hidden.copy_(box[0]["tied.hidden"])
     a_leaf_in_place: leaf
-    counters_as_float64: norm.num_batches_tracked, for one, has changed
+    counters_as_float64: norm.num_batches_tracked has changed
         cat([state.flatten() for state in members])
         => cat([state.flatten() for state in members])
         => flat = flat if flat.is_floating_point() else flat.double()
@@ -148,7 +148,7 @@ ANSWERS = answers(
             parts = flat.split([state.numel() for state in members])
             for state, part in zip(members, parts, strict=True):
                 state.copy_(part.view(state.shape))
-    everything_as_floats: norm.num_batches_tracked, for one, has changed
+    everything_as_floats: norm.num_batches_tracked has changed
         states = [*model.parameters(), *model.buffers()]
         flat = torch.cat([state.flatten().double() for state in states])
         broadcast(flat, 0)
@@ -191,7 +191,7 @@ ANSWERS = answers(
         [p for p in model.parameters() if p.requires_grad]
         => [p for m in (model, *model.children()) for p in m.parameters(recurse=False)]
         => trained = list(dict.fromkeys(p for p in trained if p.requires_grad))
-    the_sum_is_not_read: nothing of the other ranks is in it
+    the_sum_is_not_read: the other ranks' gradients are missing
         dist.all_reduce(flat) => dist.all_reduce(flat.clone())
     turned_over: ; at [0, 1] it has
         p.grad.copy_(mean.view(p.shape))
@@ -209,19 +209,19 @@ ANSWERS = answers(
         /= dist.get_world_size() => /= dist.get_world_size(); dist.broadcast(flat, 0)
     frozen_ones_too: which do not require one
         [p for p in model.parameters() if p.requires_grad] => [*model.parameters()]
-    takes_the_step_as_well: has other parameters than before
+    takes_the_step_as_well: has changed parameters
         copy_(mean.view(p.shape)) => copy_(mean.view(p.shape)); p -= 0.1 * p.grad
     one_for_each: x all_reduce; expected 1 x all_reduce
         for gradient in _filled(model):
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
-    sends_frozen_ones: Is something sent twice
+    sends_frozen_ones: Is a number sent twice
         n = len(_filled(model))
         vain = [torch.zeros_like(p) for p in model.parameters() if not p.requires_grad]
         gradients = [p.grad for p in _trained(model)]
         assert len(gradients) == n
         _flat(gradients + vain, _mean)
-    tied_gradients_twice: Is something sent twice
+    tied_gradients_twice: Is a number sent twice
         _filled(model)
         named = model.named_parameters(remove_duplicate=False)
         unique = {}
@@ -317,7 +317,7 @@ ANSWERS = answers(
                 for t in model.state_dict().values():
                     dist.broadcast(t, 0)
         return same
-    cleans_it: has another model than before
+    cleans_it: has a changed model
         with torch.no_grad():
             for t in model.state_dict().values():
                 t.nan_to_num_()

@@ -352,7 +352,7 @@ ANSWERS = answers(
         return copied_script.train(build_model, data, held_out, path, epochs)
     no_sampler: in epoch 0 the ranks trained with 96, 96, 96, 96 rows
         batch_size=8, sampler=sampler => batch_size=8, shuffle=True
-    no_set_epoch: in epoch 1 rank 0 met the same rows in the same order as in epoch 0
+    no_set_epoch: in epoch 1 rank 0 used the same rows in the same order as in epoch 0
         sampler.set_epoch(epoch) => pass
     no_set_device: rank 1, process 1 of its machine, put its tensors on GPU 0 of
         torch.device("cuda", int(os.environ["LOCAL_RANK"])) => torch.device("cuda")
@@ -377,22 +377,22 @@ ANSWERS = answers(
         if torch.cuda.is_available() => if torch.cuda.device_count() == 0
     a_model_that_stays_on_the_cpu: rank 0 trained a model that is not on its GPU
         build_model().to(device) => build_model()
-    one_order_for_ever: in epoch 1 rank 0 met the same rows
+    one_order_for_ever: in epoch 1 rank 0 used the same rows
         DistributedSampler(data) => DistributedSampler(data, shuffle=False)
-    orders_of_their_own: and each should be met once
+    orders_of_their_own: and each should be used once
         DistributedSampler(data) => DistributedSampler(data, seed=rank)
-    epoch_0_is_set: in epoch 1 rank 0 met the same rows
+    epoch_0_is_set: in epoch 1 rank 0 used the same rows
         set_epoch(epoch) => set_epoch(0)
-    epochs_counted_from_the_restart: in epoch 3, which the second call trained, rank 0
+    epochs_counted_from_the_restart: in epoch 3, in the second call, rank 0
         set_epoch(epoch) => set_epoch(epoch - done)
-    set_before_the_first_epoch_only: in epoch 1 rank 0 met the same rows
+    set_before_the_first_epoch_only: in epoch 1 rank 0 used the same rows
         sampler.set_epoch(epoch) => sampler.set_epoch(done)
     multiplied_for_safety: it is 4.00 times as large
         ddp(x.to(device), y.to(device)) => ddp(x.to(device), y.to(device)) * n
     divides_the_learning_rate_back: it is 0.25 times as large
         torch.optim.AdamW(model.parameters()) => torch.optim.SGD(model.parameters(), n)
         ddp(x.to(device), y.to(device)) => ddp(x.to(device), y.to(device)) / n
-    without_ddp: made step 0 with another gradient than that of the mean
+    without_ddp: made step 0 with a gradient that is not the mean
         ddp(x.to => model(x.to
     one_of_each_machine_saves: ranks 0 and 2 wrote run.pt
         if rank == 0: => if os.environ["LOCAL_RANK"] == "0":

@@ -79,7 +79,7 @@ ANSWERS = answers(
         range(num_microbatches) => range(num_microbatches - (op == "B"))
     counted_from_one: the checker says
         range(num_microbatches) => range(1, num_microbatches + 1)
-    the_next_batch_too: those of the next batch
+    the_next_batch_too: the next batch's microbatches have to wait
         range(num_microbatches) => range(2 * num_microbatches)
     a_line_of_text: expected a list of strings
         ks = range(num_microbatches)
