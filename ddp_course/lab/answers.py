@@ -40,7 +40,7 @@ MIXED_UP = (
     "different types or sizes: print `dtype` and `shape` on every rank."
 )
 LEFT = "leaves a setting of the whole process changed:"
-# PyTorch's settings for a process: how to read them, and how to set them.
+# {a setting of PyTorch for a whole process: (how to read it, how to set it)}
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "`torch.is_grad_enabled()`": (torch.is_grad_enabled, torch.set_grad_enabled),
     "`torch.get_default_dtype()`": (torch.get_default_dtype, torch.set_default_dtype),
@@ -138,7 +138,7 @@ class Tidy:
 
 
 def _restore(before: dict[str, Any]) -> list[str]:
-    """Set all settings to what they were `before`; return names of those changed."""
+    """Restore the settings in `before`; return the names of those that had changed."""
     left = [name for name, (read, _) in SETTINGS.items() if read() != before[name]]
     for name in left:
         SETTINGS[name][1](before[name])

@@ -104,8 +104,7 @@ REPLICAS = {
     "in_place": "has a new tensor as {moved}: an optimizer that was created earlier "
     "would train the old one. Write into the old tensor.",
     "learns": "has a model that can no longer be trained as before: has "
-    "`requires_grad` changed, a gradient, the model's mode, or whether PyTorch records "
-    "gradients?",
+    "`requires_grad` changed, a gradient, or the model's mode?",
     **SENDS,
 }
 

@@ -32,8 +32,8 @@ def memory_map(
 ) -> Drawing:
     """Draw a toy allocator's segments and blocks after it has served a log's requests.
 
-    With a capacity, the drawing shows the allocator at the first request that it cannot
-    serve.
+    With a capacity, the allocator may stop at the first request that it cannot serve.
+    Then the drawing shows that moment.
 
     Args:
         requests: `MemoryLog.requests`.

@@ -183,10 +183,7 @@ def over_time(
 
 
 def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
-    """Return the names' heights, moved apart so that labels do not overlap.
-
-    Names closer than `gap` are moved up and down by equal parts.
-    """
+    """Return {name: height}, moved apart until no two names are nearer than `gap`."""
     names = sorted(at, key=at.get)
     up = accumulate(map(at.get, names), lambda below, y: max(y, below + gap))
     down = accumulate(map(at.get, names[::-1]), lambda above, y: min(y, above - gap))
