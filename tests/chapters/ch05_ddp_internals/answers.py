@@ -59,7 +59,7 @@ ANSWERS = answers(
         min(first, cap) => cap
     one_for_all: held its 1000 already before
         >= limit.get(dtype, min(first, cap)) => > 1 << 40
-    one_each: bucket 1 of its type holds 32 bytes only
+    one_each: bucket 1 of its type holds only 32 bytes
         >= limit.get(dtype, min(first, cap)) => > 0
     types_mixed: of the types float
         parameter.dtype => None
@@ -379,7 +379,7 @@ ANSWERS = answers(
         build_model().to(device) => build_model()
     one_order_for_ever: in epoch 1 rank 0 used the same rows
         DistributedSampler(data) => DistributedSampler(data, shuffle=False)
-    orders_of_their_own: and each should be used once
+    orders_of_their_own: each should be used once
         DistributedSampler(data) => DistributedSampler(data, seed=rank)
     epoch_0_is_set: in epoch 1 rank 0 used the same rows
         set_epoch(epoch) => set_epoch(0)

@@ -61,18 +61,18 @@ ANSWERS = answers(
         units = f + (2**width if e else 0)
         size = math.ldexp(units, max(e, 1) - (2 ** (len(exponent) - 1) - 1) - width)
         return -size if int(sign) else size
-    no_subnormals: what fp16 keeps of 3e-05
+    no_subnormals: it is 3e-05
         1 + f) * 2.0 ** (e - bias) if e else f * 2.0 ** (1 - => 1 + f) * 2.0 ** (e -
         if "0" not in exponent => if False
-    one_power_too_low: what fp16 keeps of
+    one_power_too_low: rounded to fp16
         (1 - bias) => -bias
-    bias_of_float32: what fp16 keeps of 1
+    bias_of_float32: it is 1
         (1 + f) * 2.0 ** (e - bias) if e else => (1 + f) * 2.0 ** (e - 127) if e else
     all_ones_is_inf: another fraction, is nan
         math.nan if f else math.inf => math.inf
-    without_a_sign: what fp16 keeps of -2.5
+    without_a_sign: it is -2.5
         return -size if sign == "1" else size => return size
-    fraction_as_decimal: what fp16 keeps of
+    fraction_as_decimal: rounded to fp16
         / 2 ** len => / 10 ** len
     infinity_has_no_sign: the sign is the sign of the infinity
         if sign == "1" else => if sign == "1" and "0" in exponent else
@@ -88,7 +88,7 @@ ANSWERS = answers(
         e, f = int(exponent, 2) => fraction = fraction[:23]; e, f = int(exponent, 2)
     an_exponent_of_8_bits: the exponent has
         e, f = int(exponent, 2) => exponent = exponent[:8]; e, f = int(exponent, 2)
-    whole_numbers_as_int: what fp16 keeps of 1
+    whole_numbers_as_int: it is 1
         size = solutions.from_bits(sign, exponent, fraction)
         whole = math.isfinite(size) and size == int(size) and size != 0
         return int(size) if whole else size
