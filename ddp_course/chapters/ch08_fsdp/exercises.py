@@ -110,7 +110,7 @@ def _are_pairs(got: Any, units: int) -> bool:
 def _each_op(
     ops: list[tuple[str, int]], whole: set[int], units: int, prefetch: int, keep: bool
 ) -> Iterator[dict[str, Any]]:
-    """Follow the gathered units through the step; judge each operation."""
+    """Yield facts about each operation; track the gathered units in `whole`."""
     forward, before = True, -1
     for what, unit in ops:
         facts: dict[str, Any] = dict.fromkeys(DURING, True)
@@ -140,7 +140,7 @@ def _each_op(
 def _each_unit(
     ops: list[tuple[str, int]], whole: set[int], units: int, keep: bool
 ) -> Iterator[dict[str, Any]]:
-    """Judge each unit's messages, and the units that stay gathered."""
+    """Yield facts about each unit's messages, and about units that stay gathered."""
     for unit in range(units):
         times, reduced = ops.count(("gather", unit)), ops.count(("reduce", unit))
         facts = {"whole": sorted(whole), "shards": not whole, "unit": unit}

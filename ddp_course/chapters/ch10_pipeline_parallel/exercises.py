@@ -220,7 +220,7 @@ def _loss_gradient(y: Tensor, k: int) -> Tensor:
 
 
 def _strided(tensor: Tensor) -> Tensor:
-    """Return a copy that is not contiguous, as an expanded gradient is not."""
+    """Return a copy that, like an expanded gradient, is not contiguous."""
     return tensor.T.contiguous().T
 
 

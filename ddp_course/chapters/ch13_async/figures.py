@@ -34,7 +34,7 @@ def two_ways() -> Drawing:
 
 
 def waiting(mode: str = "bounded", slow: int = 4, slack: int = 1) -> Drawing:
-    """Draw three workers of which the last is `slow` times slower than the others.
+    """Draw three workers; the last one takes `slow` times as long as the others.
 
     `mode` is "synchronous", "asynchronous", "bounded" (`slack` clocks ahead at most) or
     "backup" (`slack` gradients are not waited for). Chapter 13.

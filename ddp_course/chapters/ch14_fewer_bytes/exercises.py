@@ -144,7 +144,7 @@ def _sender(my_memory: Callable) -> Callable:
 
 
 def wrong_memory(case: Case) -> str:
-    """Name the mistake in the first step that is wrong."""
+    """Describe the first wrong step, and its mistake if that is a known one."""
     if not case.got:
         return "my_memory must return a function."
     compress, streams = case.args.values()
@@ -189,7 +189,7 @@ def wrong_memory(case: Case) -> str:
 
 
 def _mistake(got: Any, mistakes: Mapping[str, Tensor]) -> str:
-    """Return the text in `mistakes`, {text: result}, for a result equal to `got`."""
+    """Return the text in `mistakes`, {text: result}, whose result is `got`, or ""."""
     return next(
         (words for words, of_it in mistakes.items() if equal_values(got, of_it)), ""
     )

@@ -191,8 +191,9 @@ def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
 
 
 def _looks(names: Iterable[str], base: str) -> Iterator[dict[str, Any]]:
-    """Yield a line style for each name: dashed for methods that send fewer numbers,
-    dotted for fewer messages, broad for `base`.
+    """Yield a line style for each name; `base` is drawn broad.
+
+    Methods that send fewer numbers are dashed, methods with fewer messages dotted.
     """
     dashes = {"topk": (5, 2), "powersgd": (5, 2), "local": (1, 1.5), "diloco": (1, 1.5)}
     for k, name in enumerate(names):

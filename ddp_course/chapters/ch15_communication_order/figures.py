@@ -33,7 +33,7 @@ def steps(
     path: bool = False,
     title: str = "One step: backward, and the next forward",
 ) -> Drawing:
-    """Draw steps below each other, on one axis of time: what is computed, and sent.
+    """Draw the computing and the sends of steps, below each other on one time axis.
 
     Numbers are layers. `unit` converts the steps' times to the axis: 1000 for seconds
     to ms. With `path` a third lane shows the critical path. Raises ValueError if

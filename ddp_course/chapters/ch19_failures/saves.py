@@ -70,7 +70,7 @@ def _span(spans: Spans):
 
 
 def saved_runs(folder: str) -> dict[str, SavedRun]:
-    """Train with each kind of save. Runs on a rank: PyTorch's needs a process group."""
+    """Train with each kind of save, on a rank: `async_save` needs a process group."""
     return {kind: saved_run(kind, folder) for kind in SAVES}
 
 
