@@ -152,8 +152,9 @@ def _chunks(d: Draw) -> tuple[list[Tensor]]:
 # ---- hierarchical_sum --------------------------------------------------------------
 
 # {(nodes, ranks per node): (shape, dtype)}. The number of elements is a multiple of the
-# ranks on a node, and large enough for rings; the number of rows is no multiple. Half
-# the elements of 2 x 2 is odd. With three nodes rank 1 has zeros.
+# ranks on a node, and large enough for rings; the number of rows is not, if a node has
+# several ranks. In the 2 x 2 cluster half the number of elements is odd. With three
+# nodes rank 1 has zeros.
 CLUSTERS = {
     (2, 2): ((241, 1002), torch.int64),
     (2, 3): ((35, 1020), torch.float64),

@@ -161,13 +161,14 @@ def _each_bucket(
 # ---- mini_ddp ----------------------------------------------------------------------
 
 SHAPES = ((3,), (2, 2), (5,), (3, 2), (7,), (2, 2, 2))  # parameters 0 to 5
-MEMBERS = {  # by ranks: the parameters of each bucket; no two buckets are equally large
+MEMBERS = {  # {number of ranks: parameters of each bucket}; buckets differ in size
     1: ((5, 3, 1), (4, 2, 0)),
     2: ((5, 4), (3,), (2, 1, 0)),
     3: ((5,), (4, 3), (2, 1), (0,)),
 }
-TYPES = {1: torch.bfloat16, 2: torch.float32, 3: torch.float64}  # by ranks
-ORDERS = ((0, 1, 2, 3, 4, 5), (1, 2, 4, 0, 5, 3), (5, 4, 3, 2, 1, 0))  # forward
+TYPES = {1: torch.bfloat16, 2: torch.float32, 3: torch.float64}  # by number of ranks
+# for each rank, the order in which forward uses the parameters
+ORDERS = ((0, 1, 2, 3, 4, 5), (1, 2, 4, 0, 5, 3), (5, 4, 3, 2, 1, 0))
 LAUNCHES = {
     "alone": "called `{other}` of PyTorch; send only with `launch`.",
     "all_sent": "launched {sent} of {buckets} buckets. Each backward sends every "

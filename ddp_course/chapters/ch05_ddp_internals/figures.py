@@ -143,7 +143,7 @@ LOOKS = {"F": "forward, update", "B": "backward", "sent": "sent", "waits": "wait
 def schedule(messages: int) -> Run:
     """Return a step with 1, 2 or 4 messages, which take the same time in total."""
     computes, sends = [Block(0, FORWARD, names=("forward",))], []
-    each, free = LAYERS // messages, 0.0  # when the network may send next
+    each, free = LAYERS // messages, 0.0  # free: when the network may send next
     for k in range(LAYERS):
         ready = FORWARD + k + 1
         computes.append(Block(ready - 1, ready, "B", (f"layer {LAYERS - 1 - k}",)))

@@ -20,7 +20,7 @@ def my_bucket_plan(
         if parameter.requires_grad and parameter.numel():
             once.setdefault(id(parameter), (name, parameter))
     filling: dict[torch.dtype, list] = {}  # the open bucket of each type
-    limit: dict[torch.dtype, int] = {}  # bytes at which it is closed
+    limit: dict[torch.dtype, int] = {}  # bytes at which that bucket is closed
     closed = []
     for place, (name, parameter) in enumerate(reversed(once.values())):
         dtype = parameter.dtype

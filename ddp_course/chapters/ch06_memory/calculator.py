@@ -111,7 +111,7 @@ def _draw(
         y = TOP + ROW * stage - (ROW - BAR) / 2
         d.rect(4, y, WIDTH - 8, ROW, fill=PANEL, stroke=PANEL_EDGE, radius=6)
     d.line((x, TOP - 6), (x, below - 4), stroke=PANEL_EDGE)
-    d.line((line, TOP - 8), (line, below), stroke_width=2, dashed=True)  # below bars
+    d.line((line, TOP - 8), (line, below), stroke_width=2, dashed=True)  # bars cover it
     d.text(line, TOP - 13, f"a GPU: {Unit.of(memory)(memory)}", size=11, bold=True)
     for i, row in enumerate(rows):
         y, right = TOP + i * ROW, WIDTH - MARGIN

@@ -107,7 +107,7 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
         (layer, optimizer),
     )
     shared = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    shared[1].weight = nn.Parameter(shared[0].weight.detach())  # another object
+    shared[1].weight = nn.Parameter(shared[0].weight.detach())  # same storage
     yield (
         "two layers whose weights are two parameters with one storage",
         "Two tensors can look at one storage: it counts once.",

@@ -15,7 +15,7 @@ def my_pieces(
     """Cut the row into equal shards; return the parts of parameters in one shard."""
     length = -(-sum(numels) // world_size)  # rounded up
     begin, end = rank * length, (rank + 1) * length
-    pieces, start = [], 0  # offset of parameter k in the row
+    pieces, start = [], 0  # start: offset of parameter k in the row
     for k, numel in enumerate(numels):
         first, last = max(begin, start), min(end, start + numel)
         if first < last:

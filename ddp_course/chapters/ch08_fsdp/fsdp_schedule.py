@@ -13,7 +13,7 @@ from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.lanes import Block, Lane, Run, draw_runs
 from ddp_course.lab.draw.steps import count
 
-BACKWARD, UPDATE = 1.6, 0.9  # how long, if a unit's forward takes 1
+BACKWARD, UPDATE = 1.6, 0.9  # durations; a unit's forward takes 1
 LANES = ("all-gather", "compute", "reduce-scatter", "whole in memory")
 SHORT = {"forward": "fwd", "backward": "bwd", "update": "upd."}
 NAME_W, MOST_UNITS = 116, 8

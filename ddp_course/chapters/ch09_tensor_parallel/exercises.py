@@ -33,7 +33,7 @@ class _AllReduces:
             raise ValueError(f"op is {op!r}; it can be 'max' or 'sum'")
         self.numels.append(tensor.numel())
         self.ops.add(op)
-        total = tensor.detach().contiguous()  # as gloo and NCCL want it
+        total = tensor.detach().contiguous()  # gloo and NCCL need that
         dist.all_reduce(total, OPS[op])
         tensor.detach().copy_(total)
 
@@ -248,7 +248,7 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         whole = [x, weight.to(kind), (1 + quarters(7 + seed, out).abs()).to(kind)]
         inputs = [whole[0].chunk(n, -1)[rank], whole[1].chunk(n, 1)[rank], whole[2]]
         copies = [one.clone() for one in whole]  # their parts are not contiguous
-        if shape == (2, 3):  # and these tokens lie in another order
+        if shape == (2, 3):  # the tokens lie in another order in memory
             copies[0] = x.transpose(0, 1).contiguous().transpose(0, 1)
         copies = [copies[0].chunk(n, -1)[rank], copies[1].chunk(n, 1)[rank], copies[2]]
         parts = [part.requires_grad_() for part in copies]
@@ -349,8 +349,8 @@ def _texts(n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     logits = torch.randn(len(targets), n * WORDS, generator=dice)
     yield "small logits", logits, targets
     logits = logits.clone()
-    logits[1] += 1000  # its exponential is infinite
-    logits[2, :WORDS] -= 300  # and these are zero beside the other ranks'
+    logits[1] += 1000  # exponentials of these logits are infinite
+    logits[2, :WORDS] -= 300  # rank 0's exponentials vanish beside the other ranks'
     yield "large logits", logits, targets
     yield "all targets on the last rank", logits, targets[-1].repeat(len(targets))
     yield "one token", torch.zeros(1, n * WORDS), torch.tensor([0])

@@ -30,7 +30,7 @@ def row_linear(
     x: Tensor, weight: Tensor, bias: Tensor, reduce_sum: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return the whole X @ W.T + bias from this rank's columns of X and of W."""
-    return reduce_sum(F.linear(x, weight)) + bias  # once, after the sum
+    return reduce_sum(F.linear(x, weight)) + bias  # the bias once, after the sum
 
 
 def vocab_loss(

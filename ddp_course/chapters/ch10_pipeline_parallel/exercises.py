@@ -134,8 +134,8 @@ def _dearest(costs: Sequence[float], sizes: Sequence[int]) -> float:
 # ---- my_stage_step -------------------------------------------------------------------
 
 SAMPLES, WIDE, WORDS = 2, 4, 8  # rows of a microbatch; channels; number of tokens
-MICROBATCHES = {1: 2, 2: 11, 3: 4}  # by ranks
-# Each step is the type of its tokens, and whether all stages but the last are frozen.
+MICROBATCHES = {1: 2, 2: 11, 3: 4}  # {number of ranks: number of microbatches}
+# {step: (dtype of the tokens, whether all stages but the last are frozen)}
 STEPS = {
     "the first step": (torch.int64, False),
     "the second step, tokens of 32 bits": (torch.int32, False),

@@ -137,7 +137,7 @@ def _parameters(
             if d.case % 10 == 9 and shape:  # this step does not check for inf
                 parameter.grad[:1] = math.inf
         parameters.append(parameter)
-        # Without a gradient the copy is off by 1, which shows if it is rounded anyway.
+        # Without a gradient copy and parameter differ by 1: overwriting one is seen.
         masters.append(parameter.detach().float() + 2.0**-14 + (parameter.grad is None))
     return parameters, masters, d.same.choice(lrs)
 

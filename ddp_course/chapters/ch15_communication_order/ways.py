@@ -81,7 +81,7 @@ def _rows(config: GPTConfig, gpus: int, rows: int) -> Iterator[tuple[Any, ...]]:
     waits = f"for the server alone, whose link carries {server:,.0f} GB"
     take = "workers are unequal, or a step touches few of very many rows"
     yield "a server's worker", "13", 2 * weights, weights, waits, take
-    with torch.device("meta"):  # shapes alone
+    with torch.device("meta"):  # only shapes
         shapes = [parameter.shape for parameter in GPT(config).parameters()]
     waits = "as DDP; and for packing"
     for name, method, memory, take in COMPRESSED:

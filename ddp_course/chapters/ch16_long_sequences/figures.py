@@ -45,7 +45,7 @@ def around(ranks: int = 4) -> Drawing:
                 if rank + 1 < ranks:
                     end = x + STEPS_W + 8, y + STEPS_H - 4
                     d.arrow(start, end)
-                else:  # on to rank 0
+                else:  # the last rank passes its keys to rank 0
                     d.arrow((x + STEPS_W + 20, top - 16), (x + STEPS_W + 20, top - 3))
     return d
 

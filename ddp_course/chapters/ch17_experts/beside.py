@@ -118,7 +118,9 @@ def in_words(way: str, seen: Exchange) -> str:
     """Describe an observation, and say whether its bytes equal the formula's."""
     volume = dispatch_volume(seen.away, seen.arriving, C, experts=E, ranks=4)
     sent = 2 * 3 * N * ROW if way == "gathered" else volume.backward
-    other = 3 * N * K * 4 if way == "gathered" else 0  # weights; choices: 8 bytes
+    # A gather also sends the weights, in `other` bytes, and the choices, in twice as
+    # many; backward sends the weights' gradients.
+    other = 3 * N * K * 4 if way == "gathered" else 0
     equal = (seen.forward, seen.backward) == (sent + 3 * other, sent + other)
     return (
         f"{way:10} as one process: {seen.error < 1e-4}; sends {sent // ROW} rows and "

@@ -164,7 +164,7 @@ def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(10 * d.number + d.rank)
     scores = torch.randn(size, num_experts, generator=random).to(dtype)
     scores += d.rank * torch.arange(num_experts)  # ranks prefer different experts
-    bias = 2 * torch.randn(num_experts, generator=random)  # the best are not chosen
+    bias = 2 * torch.randn(num_experts, generator=random)  # not the best are chosen
     if d.case % 2:
         bias[-1] = -100  # no rank chooses the last expert
     return scores, (scores + bias).topk(k).indices

@@ -46,7 +46,7 @@ def train(folder: Path, steps: int = STEPS, lr: float = 0.05) -> dict:
     for step in range(len(record["losses"]), steps):
         wait_for_permission(folder, step)
         batch = order[step * BATCH : (step + 1) * BATCH]
-        mine = batch.chunk(world_size)[rank]  # any number of ranks has the same batch
+        mine = batch.chunk(world_size)[rank]  # same batch for any world_size
         loss = nn.functional.mse_loss(model(x[mine]), y[mine])
         optimizer.zero_grad()
         loss.backward()
