@@ -194,11 +194,11 @@ ROW = {
 def check_row_linear(answer: Answer) -> str:
     """`row_linear(x, weight, bias, reduce_sum)`: X @ W.T + bias, from columns of both.
 
-    Does your product contain some elements of the output, or one summand of each
-    element? How often may the bias be in the sum?
+    Does your product contain some elements of the output, or one summand of each? How
+    often may the sum contain the bias?
 
     Multiply your columns of x and of the weight, without a bias. Let g sum the products
-    over the ranks. Only then add the bias.
+    of all ranks. Only after the sum add the bias, once on every rank.
     """
     hint = "Each rank has one summand of every output. How often is the bias added?"
     judge_ranks(ROW, _rows, answer, hint=hint)
