@@ -92,7 +92,7 @@ def _link(d: Draw) -> tuple[list[int], list[int], int]:
         ready, send, piece, _ = LINKS[d.case]
         back = -1 if d.number != d.case else 1  # again, with the layers reversed
         return [*ready[::back]], [*send[::back]], piece
-    # Three cases have the same `ready`, and two of them also the same `send`.
+    # Three neighbouring cases have the same `ready`, and two of them the same `send`.
     order, sizes = Draw(d.case // 3).same, Draw(999 + (d.case + 1) // 3).same
     layers = 300 if d.case == 50 else order.randint(1, 13)
     ready = [order.randint(0, 30) for _ in range(layers)]
@@ -139,7 +139,7 @@ def _step(d: Draw) -> tuple[list[int], ...]:
     if d.case < len(STEPS):
         back = -1 if d.number != d.case else 1  # again, with the layers reversed
         return tuple([*times[::back]] for times in STEPS[d.case][:3])
-    # Every second model differs from the one before in its forward alone.
+    # Every second model differs from the one before only in its forward times.
     shared, scale = Draw(d.case // 2).same, 1 if d.case % 4 < 2 else 1009
     layers = 300 if d.case == 60 else shared.randint(1, 12)
     forward, backward, send = (
@@ -189,7 +189,7 @@ def _numbers(name: str, like: Tensor, rank: int) -> Tensor:
 
 
 def _trained(optimizer: Callable[[Any], Any], rank: int = 0) -> SimpleNamespace:
-    """Return layers after backward, their optimizers, and a log."""
+    """Return layers as after backward, their optimizers, and a log."""
     log: list[Any] = []
     layers = [_Watched(number, log) for number in range(len(SIZES) - 1)]
     named = {
@@ -263,7 +263,7 @@ def check_my_late_steps(answer: Answer) -> str:
     for first, second in (OPTIMIZERS, reversed(OPTIMIZERS)):
         trained, twin = (_trained(OPTIMIZERS[first]) for _ in range(2))
         _judge_alone(answer, trained, twin, first, 0)
-        for one in (trained, twin):  # the second call gets other gradients, and these:
+        for one in (trained, twin):  # new optimizers and gradients for the second call
             one.optimizers = [OPTIMIZERS[second](x.parameters()) for x in one.layers]
             _go_backward(one, 1, 0)
             nn.Sequential(*one.layers).eval()
@@ -283,7 +283,7 @@ def _judge_alone(
     kind: str,
     step: int,
 ) -> None:
-    """Run the answer and then the layers in this process, and judge each event."""
+    """Run the answer and then each layer in this process; judge calls and values."""
     trained.log.clear()
     before = {name: p.detach().clone() for name, p in trained.named.items()}
     gradients = _present(trained)
@@ -338,7 +338,7 @@ def _judge_kept(trained: SimpleNamespace, means: dict[str, Tensor]) -> None:
 
 
 def _judge_hooks(layers: Sequence[_Watched]) -> None:
-    """Expect that no hooks are left."""
+    """Expect that the layers have no hooks left."""
     left = [x.number for x in layers if x._forward_pre_hooks or x._forward_hooks]
     expect(
         not left,
@@ -459,7 +459,7 @@ def check_my_carry(answer: Answer) -> str:
     for ranks in (2, 3):
         with TemporaryDirectory() as folder:
             judge_ranks(CARRIED, _both_carried, answer, folder, worlds=(ranks,))
-    return "carried by files between two and three ranks, to the last bit"
+    return "copied through files on two and on three ranks, equal to the last bit"
 
 
 def _both_carried(my_carry: Callable, folder: str) -> Iterator[dict[str, Any]]:

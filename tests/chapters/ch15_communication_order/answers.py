@@ -250,9 +250,9 @@ ANSWERS = answers(
             layer.register_forward_pre_hook(arrive)
     copies_of_strided_gradients: something else
         send(p.grad) => send(p.grad.contiguous())
-    no_gradients_of_zero: Expected each gradient that there is
+    no_gradients_of_zero: Expected each existing gradient
         if p.grad is not None => if p.grad is not None and p.grad.any()
-    in_training_alone: Before layer 0 ran, nothing had been waited for
+    in_training_alone: Before layer 0 ran, your hooks had waited for nothing
         _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
         => arrive = arrival([send(p.grad) for p in present], optimizer)
         => def arrive_once(its, *_, steps=[arrive]):
@@ -284,7 +284,7 @@ ANSWERS = answers(
             return xs[0].detach()
 
         hook = layers[1].register_forward_pre_hook(detach)
-    waits_at_once: did not return before it had waited: wait 0.
+    waits_at_once: waited before it returned: wait 0.
         _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
         => arrival([send(p.grad) for p in present], optimizer)()
     the_first_layer_waits_for_all: 0.scale, 1.inner.bias
@@ -304,7 +304,7 @@ ANSWERS = answers(
         => layer.register_forward_hook(arrive)  # the layer runs with old parameters
     steps_without_waiting: Before layer 0 ran, your hooks had waited for nothing
         [send(p.grad) for p in present] => [send(p.grad) for p in present][:0]
-    the_last_layers_handles_for_all: Before layer 0 ran, nothing
+    the_last_layers_handles_for_all: your hooks had waited for nothing
         _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
         => handles = [send(p.grad) for p in present]
         => layer.register_forward_pre_hook(lambda *_: arrival(handles, optimizer)())
@@ -366,7 +366,7 @@ ANSWERS = answers(
         dcp.save(ours.full_state_dict(), checkpoint_id=folder)
         => dcp.save(ours.full_state_dict(), checkpoint_id=folder)
         => dcp.save(ours.full_state_dict(), checkpoint_id=folder + "/again")
-    not_loaded: loaded other weights
+    not_loaded: loaded wrong weights
         dcp.load(shards, checkpoint_id=folder) => pass
     through_no_files: left nothing in the folder
         options = StateDictOptions(full_state_dict=True)
