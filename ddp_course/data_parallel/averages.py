@@ -73,9 +73,9 @@ class MeanOverRanks:
     def update(self, value: Tensor | float, n: int) -> None:
         """Add a batch: the mean `value`, one number, of `n` samples.
 
-        For a mean over tokens or pixels, `n` is their number. If `n` is 0, `value` is
-        ignored: no samples have no mean. Raises ValueError unless `n` is an integer of
-        0 or more and `value` is one number.
+        For a mean over tokens or pixels, `n` is their number. If `n` is 0, there is no
+        mean, and `value` is ignored. Raises ValueError unless `n` is an integer of 0 or
+        more and `value` is one number.
         """
         if not isinstance(n, Integral) or n < 0:
             raise ValueError(f"n is {n!r}; it must be the number of samples, 0 or more")

@@ -173,7 +173,7 @@ def parallel_apply(
 
 
 def modes_of_this_thread(device: Device) -> Callable[[], AbstractContextManager]:
-    """Return a function; `with` its result, another thread has this thread's modes.
+    """Return a function that opens a context with this thread's modes, in any thread.
 
     `torch.no_grad`, `torch.autocast` and the current stream belong to one thread: a new
     thread starts without them.
@@ -234,7 +234,7 @@ def usable_devices(devices: Sequence[int | str | Device] | None) -> list[Device]
 
 
 def check_replicable(module: nn.Module, device: Device) -> None:
-    """Raise ValueError unless all of the module's tensors have a shape, on `device`."""
+    """Raise ValueError if a tensor of the module has no shape or is not on `device`."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(tensor, UninitializedTensorMixin):
             raise ValueError(

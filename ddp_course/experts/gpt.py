@@ -87,7 +87,7 @@ class AddAuxiliaryLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Return y's gradient unchanged, and the scale's factor as the loss's."""
+        """Return y's gradient, and the scale's factor as the gradient of the loss."""
         one = torch.tensor(ctx.scale.factor, dtype=ctx.dtype, device=gradient.device)
         return gradient, one, None
 

@@ -28,7 +28,8 @@ from ddp_course.launch.strict_rules import facts_of, in_words
 NOTED = {"all_reduce": 2, "broadcast": 2, "reduce": 3}
 SLOTS, WIDTH = 32, 256  # notes kept for each rank; bytes of a note
 ROOM = SLOTS * WIDTH
-SMALL = 4096  # bytes; `finish` waits for no larger tensor: a handle keeps it in memory
+# Bytes. `finish` does not wait for larger tensors: handles would keep them in memory.
+SMALL = 4096
 
 Call = tuple[str, int]  # a group's name, and the number of a call in that group
 

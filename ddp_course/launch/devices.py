@@ -39,7 +39,8 @@ class Placement:
             return {"DDP_COURSE_DEVICE": "cpu"}
         first = place.node_rank * place.topology.nproc_per_node
         mine = self.gpus[first : first + place.topology.nproc_per_node]
-        allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # `gpus` index it
+        # If this variable is set, `gpus` are indices in its list.
+        allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         visible, seen = [gpu for gpu in allowed.split(",") if gpu], sorted(set(mine))
         names = [visible[gpu] if visible else str(gpu) for gpu in seen]
         return {

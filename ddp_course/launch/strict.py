@@ -201,8 +201,8 @@ class Stream:
             ]
             if wrong:
                 time.sleep(MOMENT)
-                # Lower ranks may have sent the same note as this rank: as on those, the
-                # error names the lowest of them.
+                # Lower ranks may have sent the same note as this rank: on each of them,
+                # the error names the lowest rank.
                 same = [p for p, n in notes.items() if p < peer and n.equal(own)]
                 calls = {
                     min([self.group.me, *same]): call.text,

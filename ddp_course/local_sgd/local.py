@@ -201,7 +201,7 @@ class LocalSteps:
         return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
 
     def whole_states(self, model: nn.Module) -> tuple[EachRanks, EachRanks]:
-        """Return two objects: the states of all ranks' models, and of optimizers."""
+        """Return the states of all ranks' models, and of all ranks' optimizers."""
         return EachRanks(model), EachRanks(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

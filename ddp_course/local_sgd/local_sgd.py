@@ -158,8 +158,8 @@ class StaysFrozen:
 class AgreedScaler:
     """A part that makes torch.amp.GradScaler skip a step on all ranks or on none.
 
-    Otherwise the ranks' counts of steps would differ, and so would their times to
-    average.
+    Otherwise the ranks' counts of steps would differ, and the ranks would average at
+    different times.
     """
 
     def constructed(self, local: LocalSteps) -> None:
