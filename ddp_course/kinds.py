@@ -142,10 +142,21 @@ def _check(
     name: str, value: Any, kind: Any, formula: bool, cause: Exception | None = None
 ) -> None:
     if not fits(value, kind):
-        text = f"{name} is {shown(value)}; it must be {in_words(kind)}"
+        words = in_words(kind)
+        if value is kind:
+            words = f"an object of it, as {value.__name__}(...)"
+        text = f"{name} is {shown(value)}; it must be {words}"
+        if _by_agreement(cause):
+            raise type(cause)(f"{text}. Nothing was sent.") from cause
         raise ValueError(text) from cause
     if formula and isinstance(value, Real) and not value >= 0:
         raise ValueError(f"{name} is {value!r}; it must be 0 or more") from cause
+
+
+def _by_agreement(error: Exception | None) -> bool:
+    """Return whether this is the error that all ranks raise, before they send."""
+    ours = type(error).__module__.startswith(__package__)
+    return ours and str(error).endswith("Nothing was sent.")
 
 
 def _is_bare(error: Exception) -> bool:
