@@ -24,7 +24,6 @@ Read the modules in this order:
     __main__    run the same function under torchrun, on one machine or many
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.launch.api import spawn
 from ddp_course.launch.links import Link, Links, current_links, send_over_link
 from ddp_course.launch.reports import (
@@ -38,5 +37,3 @@ from ddp_course.launch.reports import (
 )
 from ddp_course.launch.server import warm
 from ddp_course.launch.topology import Place, Topology, device, here
-
-explain_calls(globals())
