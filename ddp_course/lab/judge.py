@@ -58,7 +58,14 @@ from ddp_course.lab.exercises import (
     shown,
     written_by,
 )
-from ddp_course.lab.messages import LATE, MESSAGES, WAITED, messages_of
+from ddp_course.lab.messages import (
+    LATE,
+    MESSAGES,
+    WAITED,
+    messages_of,
+    pending,
+    waiting,
+)
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
 TABLE = {
@@ -189,7 +196,8 @@ class Case:
         facts |= {"storage": not moved, "moved": ", ".join(moved)}
         for name, arg in reversed(self.args.items()):  # the first one is named
             mine, right = self.after[name], self.right[name]
-            if name not in self.free and not equal_values(mine, right, self.exact):
+            same = equal_values(mine, right, self.exact) and _alike(mine, right)
+            if name not in self.free and not same:
                 kind = "kept" if equal_values(right, arg) else "in_place"
                 facts |= {kind: False, "changed": name}
         return facts
@@ -231,10 +239,15 @@ def same_as(
     """
     table = chosen(hints, (*ALWAYS, "later"))
     results: list[tuple[Any, Any]] = []
+    before: tuple = ()
     numbers = _numbers(cases)
     for number in numbers:
         args = draw(Draw(number))
-        case, _, _ = run_both(answer, solution, args, ())
+        passed = copied(args)
+        if number >= AGAIN:
+            passed = _refilled(before, args, results)
+        case, _, _ = run_both(answer, solution, args, (), passed)
+        before = passed
         case = replace(case, exact=exact, number=number)
         facts = {"hint": "", **case.facts()}
         facts["later"] = _unchanged(results, case.got, number == numbers[-1])
@@ -280,8 +293,9 @@ def same_on_ranks(
     table = chosen(hints, (*ALWAYS, *compared, "later"))
     explained = {name: hint for name, hint in table.items() if callable(hint)}
     table |= {name: f"{{why_{name}}}" for name in explained}
+    table = {**WAITED, **table}
     if {"sends", "messages"} & {*watch}:
-        table = {**MESSAGES, **WAITED, **table}
+        table = {**MESSAGES, **table}
     used = answer, solution, draw, explained, cases, tuple(watch), tuple(free)
     used += (most_calls,)
     return judge_ranks(table, _on_a_rank, *used, worlds=worlds, hint=hint)
@@ -291,7 +305,7 @@ def _numbers(cases: int, most: int = 20) -> list[int]:
     """Return the numbers of all cases; up to `most` are drawn again at once.
 
     So a function that keeps something from call to call meets other numbers of the
-    same sizes.
+    same sizes, and in the same tensors.
     """
     numbers = range(cases)
     return [n for k in numbers for n in ([k, k + AGAIN] if k < most else [k])]
@@ -318,10 +332,15 @@ def _on_a_rank(
     """Yield, for each case, the facts of comparing answer and solution on this rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
     results: list[tuple[Any, Any]] = []
+    before: tuple = ()
     numbers = _numbers(cases, most=4)
     for number in numbers:
         args = draw(Draw(number, rank, n))
-        case, facts, theirs = run_both(function, solution, args, watch)
+        passed = copied(args)
+        if number >= AGAIN:
+            passed = _refilled(before, args, results)
+        case, facts, theirs = run_both(function, solution, args, watch, passed)
+        before = passed
         case = replace(case, free=free, number=number)
         facts |= case.facts()
         facts["later"] = _unchanged(results, case.got, number == numbers[-1])
@@ -352,22 +371,26 @@ def _on_a_rank(
 
 
 def run_both(
-    function: Callable, solution: Callable, args: tuple, watch: Sequence[str]
+    function: Callable,
+    solution: Callable,
+    args: tuple,
+    watch: Sequence[str],
+    passed: tuple,
 ) -> tuple[Case, dict[str, Any], dict[str, Any]]:
-    """Call solution and function on copies of `args`, and watch both.
+    """Call the solution on a copy of `args`, the function on `passed`; watch both.
 
-    Returns the case, the facts observed of the function, and those of the solution. In
-    a list of tensors, the tensors that were in it before the call are compared.
+    `passed` has the same values as `args`. Returns the case, the facts observed of the
+    function, and those of the solution. In a list of tensors, the tensors that were in
+    it before the call are compared.
     """
     names = list(inspect.signature(solution).parameters)
     outcomes = []
-    for called in (solution, function):
-        passed = copied(args)
-        contents = [_tensors(arg) for arg in passed]
-        memory = _storages(passed) if "storage" in watch else []
-        result, seen = _watched_call(called, passed, watch)
+    for called, own in ((solution, copied(args)), (function, passed)):
+        contents = [_tensors(arg) for arg in own]
+        memory = _storages(own) if "storage" in watch else []
+        result, seen = _watched_call(called, own, watch)
         after, changed = {}, set()
-        for name, old, now in zip(names, contents, passed, strict=False):
+        for name, old, now in zip(names, contents, own, strict=False):
             after[name] = old or now
             if old and [*map(id, old)] != [*map(id, now)]:
                 changed.add(name)
@@ -395,6 +418,47 @@ def copied(value: Any) -> Any:
     return new
 
 
+def _refilled(before: tuple, args: tuple, results: list[tuple[Any, Any]]) -> tuple:
+    """Write `args` into the tensors of the previous call, and return these.
+
+    So a function that knows a tensor by its `id` or `data_ptr` meets other numbers in
+    it. If the previous result shares their memory, it is removed from `results`.
+    """
+    passed = tuple(
+        _written_into(old, new) for old, new in zip(before, args, strict=True)
+    )
+    if results and _memory(results[-1][0]) & _memory(passed):
+        results.pop()
+    return passed
+
+
+def _written_into(old: Any, new: Any) -> Any:
+    """Copy a value into the tensors of `old`; if they do not fit, return a new copy."""
+    if isinstance(new, list) and isinstance(old, list) and len(old) == len(new):
+        old[:] = [_written_into(*pair) for pair in zip(old, new, strict=True)]
+        return old
+    alike = type(old) is type(new) and isinstance(new, Tensor) and fits(old, new)
+    if not alike or (old.stride(), old.requires_grad) != (
+        new.stride(),
+        new.requires_grad,
+    ):
+        return copied(new)
+    with torch.no_grad():
+        old.copy_(new)
+    old.grad = None if new.grad is None else new.grad.clone()
+    return old
+
+
+def _memory(value: Any) -> set[int]:
+    """Return the addresses of the storages of all tensors in `value`."""
+    if isinstance(value, Tensor):
+        return {value.untyped_storage().data_ptr()} if value.numel() else set()
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    nested = value if isinstance(value, (list, tuple)) else ()
+    return set().union(*map(_memory, nested))
+
+
 def _tensors(arg: Any) -> list[Tensor]:
     """Return a copy of a list, if it is a list of tensors; otherwise an empty list."""
     is_one = isinstance(arg, list) and all(isinstance(one, Tensor) for one in arg)
@@ -414,7 +478,19 @@ def _storages(args: tuple) -> list[tuple[int, Tensor, torch.UntypedStorage]]:
 def _watched_call(
     function: Callable, args: tuple, watch: Sequence[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Call a function; return its result, and the facts that `watch` names."""
+    """Call a function; return its result, and the facts that `watch` names.
+
+    On ranks they also say whether the function waits for all that it starts.
+    """
+    with pending() as ignored:
+        got, seen = _seen_call(function, args, watch)
+    ignored += [("message", one) for one in seen.get("ignored", ())]
+    return got, seen | waiting(ignored)
+
+
+def _seen_call(
+    function: Callable, args: tuple, watch: Sequence[str]
+) -> tuple[Any, dict[str, Any]]:
     if not {*watch} - {"storage"}:
         return function(*args), {}
     barrier()
@@ -532,6 +608,14 @@ def equal_values(got: Any, wanted: Any, exact: bool = False) -> bool:
     if wanted is None or got is None:
         return got is wanted
     return bool(got == wanted)
+
+
+def _alike(mine: Any, right: Any) -> bool:
+    """Return whether two arguments require a gradient alike, and so do their items."""
+    if isinstance(right, Tensor):
+        return mine.requires_grad == right.requires_grad
+    nested = isinstance(right, (list, tuple))
+    return all(map(_alike, mine, right)) if nested else True
 
 
 def _slack(wanted: Tensor, dtype: torch.dtype) -> float:

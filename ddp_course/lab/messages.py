@@ -48,10 +48,13 @@ COLLECTIVES = {  # {the process group's method: its name in torch.distributed}
     "reduce_scatter_single_coalesced": "reduce_scatter_single",
     "scatter": "scatter",
 }
+# {the process group's method: the function that starts such a message}
+ONE_TO_ONE = {"send": "isend", "recv": "irecv", "recv_anysource": "irecv"}
+WAYS_TO_WAIT = "get_future", "result", "synchronize", "block_current_stream"
 
 
-class _UnderWay:
-    """A message under way, with a `wait` that has a deadline."""
+class _Started:
+    """A collective or message under way, which notices whether it is waited for."""
 
     def __init__(self, work: dist.Work, to_what: str) -> None:
         self.work = work
@@ -59,6 +62,23 @@ class _UnderWay:
         self.waited_for = (
             False  # did the reader's code call `wait`, or see it complete?
         )
+
+    def wait(self, *timeout: timedelta) -> bool:
+        self.waited_for = True
+        return self.work.wait(*timeout)
+
+    def is_completed(self) -> bool:
+        done = self.work.is_completed()
+        self.waited_for = self.waited_for or done  # an early False is not waiting
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        self.waited_for = self.waited_for or name in WAYS_TO_WAIT
+        return getattr(self.work, name)
+
+
+class _UnderWay(_Started):
+    """A message under way, with a `wait` that has a deadline."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.waited_for = True
@@ -71,13 +91,48 @@ class _UnderWay:
         seconds = timeout.total_seconds()
         raise TimeoutError(f"after {seconds:.3g} s it still waits to {self.to_what}")
 
-    def is_completed(self) -> bool:
-        done = self.work.is_completed()
-        self.waited_for = self.waited_for or done  # an early False is not waiting
-        return done
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.work, name)
+@contextmanager
+def pending() -> Iterator[list[tuple[str, str]]]:
+    """List, after the block, what it has started on this rank and not waited for.
+
+    That is (kind, name) of collectives of PyTorch, and of messages.
+    """
+    ignored: list[tuple[str, str]] = []
+    if not dist.is_initialized():
+        yield ignored
+        return
+    started: list[tuple[str, _Started]] = []
+    group = dist.ProcessGroup
+
+    def keeping(kind: str, name: str, real: Callable) -> Callable:
+        def start(*args: Any, **options: Any) -> Any:
+            work = real(*args, **options)
+            if work is None:  # it has ended
+                return None
+            started.append((kind, _Started(work, name)))
+            return started[-1][1]
+
+        return start
+
+    with ExitStack() as stack:
+        for method, name in [*COLLECTIVES.items(), *ONE_TO_ONE.items()]:
+            if hasattr(group, method):
+                kind = "collective" if method in COLLECTIVES else "message"
+                start = keeping(kind, name, getattr(group, method))
+                stack.enter_context(mock.patch.object(group, method, start))
+        yield ignored
+    for kind, one in started:
+        if not one.waited_for:
+            ignored.append((kind, one.to_what))
+            with suppress(Exception):  # else it would disturb the next case
+                one.work.wait(timedelta(seconds=patient(PATIENCE)))
+
+
+def waiting(ignored: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return the facts for the hint WAITED, of what was started and not waited for."""
+    kind, begun = ignored[0] if ignored else ("", "")
+    return {"waited": not ignored, "kind": kind, "begun": begun}
 
 
 @contextmanager
@@ -144,8 +199,7 @@ def messages_of() -> Iterator[dict[str, Any]]:
         yield calls
     calls["messages_only"] = not calls["collectives"]
     calls["collective"] = "".join(calls["collectives"][:1])
-    calls["waited"] = not calls["ignored"]
-    calls["begun"] = "".join(calls["ignored"][:1])
+    calls |= waiting([("message", one) for one in calls["ignored"][:1]])
 
 
 MESSAGES = {  # {property: hint}, for `judge`
@@ -153,6 +207,6 @@ MESSAGES = {  # {property: hint}, for `judge`
     "and `dist.recv`, or `dist.isend` and `dist.irecv`."
 }
 WAITED = {
-    "waited": "never waits for a message that it started: `{begun}`. Until `wait()` "
+    "waited": "never waits for a {kind} that it started: `{begun}`. Until `wait()` "
     "has returned, the numbers may still change, and the next message may never come."
 }

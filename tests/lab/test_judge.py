@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_course.lab.answers import Answer, Hint
 from ddp_course.lab.judge import (
@@ -53,11 +54,16 @@ def inputs(d: Draw):
     return d.same.choices(range(9), k=d.same.randint(0, 3)), d.tensor()
 
 
+def with_grad(tensor):
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
 WRONG = {
     "expected a list of 2": lambda numbers, tensor: [2 * sum(numbers)],
     "has ": lambda numbers, tensor: [2 * sum(numbers[:2]), 2 * tensor],
     "changed `numbers`": lambda n, t: [2 * sum(n), (2 * t, n.append(1))[0]],
     "changed `tensor`": lambda numbers, tensor: [2 * sum(numbers), tensor.mul_(2)],
+    "changed `tensor`, which": lambda n, t: [2 * sum(n), 2 * with_grad(t).detach()],
     "expected": lambda numbers, tensor: [2 * sum(numbers), 2 * tensor.float()],
 }
 
@@ -119,6 +125,42 @@ def test_a_function_that_computes_only_once_for_each_shape_on_ranks():
     with pytest.raises(Hint, match="With 2 ranks, called again, .* rank 0 has"):
         same_on_ranks(wrong, double, on_ranks_draw, worlds=[2], cases=2)
     same_on_ranks(Answer("double", double), double, on_ranks_draw, worlds=[2], cases=2)
+
+
+def kept_per_tensor():
+    kept: dict = {}
+
+    def function(numbers, tensor):
+        right = double(numbers, tensor)
+        return kept.setdefault((id(tensor), tensor.data_ptr()), right)
+
+    return function
+
+
+def test_a_function_that_computes_only_once_for_each_tensor():
+    with pytest.raises(Hint, match="Called again, with other numbers of the same size"):
+        same_as(Answer("double", kept_per_tensor()), double, inputs)
+    for answer in (lambda n, t: t, lambda n, t: t.mul_(2)):  # they share its memory
+        same_as(Answer("double", answer), answer, inputs)
+
+
+def total(tensor: torch.Tensor) -> None:
+    """The solution of the test below."""
+    dist.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("watch", [[], ["calls"], ["collectives"], ["bytes"]])
+def test_a_collective_that_is_not_waited_for(watch):
+    def draw(d: Draw):
+        return (d.tensor(),)
+
+    def check(function):
+        same_on_ranks(Answer("total", function), total, draw, worlds=[2], watch=watch)
+
+    check(lambda tensor: dist.all_reduce(tensor, async_op=True).wait())
+    hint = "never waits for a collective that it started: `all_reduce`"
+    with pytest.raises(Hint, match=hint):
+        check(lambda tensor: dist.all_reduce(tensor, async_op=True) and None)
 
 
 def test_what_is_drawn_again_has_the_same_sizes_and_other_numbers():

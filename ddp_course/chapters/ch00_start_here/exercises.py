@@ -55,18 +55,30 @@ def check_my_slice(answer: Answer) -> str:
     same_as(answer, solutions.my_slice, _batch, exact=True)
     return (
         f"1, 2, 3, 4 and 6 ranks share {ROWS} rows, each row once and in order; "
-        "so do 4 real ranks, and up to 7 ranks with batches of other dtypes and shapes"
+        "so do 4 real ranks, and up to 300 ranks batches of other types and shapes"
     )
+
+
+# {case: type of its numbers}; other cases draw one
+KINDS = {3: torch.bool, 4: torch.float16, 5: torch.uint8}
 
 
 def _batch(d: Draw) -> tuple[Tensor, int, int]:
     world_size, each = d.same.randint(1, 7), d.same.randint(0 if d.case > 9 else 1, 3)
-    each = 300 if d.case == 7 else each
-    shape = world_size * each, *d.same.choice([(), (1,), (5,), (2, 3)])
-    batch = d.tensor(shape, strided=d.case % 2 == 0)
+    inside = d.same.choice([(), (1,), (5,), (2, 3)])
+    rank = d.same.randrange(world_size)
+    if d.case == 6:
+        inside = 2, 1, 3, 2
+    if d.case == 7:
+        rank, world_size, each, inside = 4, 5, 14_001, ()
+    if d.case == 8:
+        rank, world_size, each = 299, 300, 2
+    batch = d.tensor(
+        (world_size * each, *inside), KINDS.get(d.case), strided=d.case % 2 == 0
+    )
     if batch.is_floating_point() and d.case > 9:
         batch[:1] = torch.inf
-    return batch, d.same.randrange(world_size), world_size
+    return batch, rank, world_size
 
 
 def _slices(my_slice: Callable, batch: Tensor, world_size: int) -> list[Any]:
@@ -110,28 +122,33 @@ def check_my_average(answer: Answer) -> str:
     """
     same_on_ranks(
         *(answer, solutions.my_average, _numbers),
-        worlds=(4, 3, 2, 1),
+        worlds=(4, 3, 2, 1, 6),
         cases=10,
         watch=["storage"],
         hints={"in_place": _wrong_mean},
         hint="Every rank must take part in the same collectives, in the same order.",
     )
     return (
-        "1, 2, 3 and 4 real ranks have the mean of tensors of three dtypes, also of "
-        "tensors that are not contiguous, and of inf and nan"
+        "1, 2, 3, 4 and 6 real ranks have the mean of tensors of four types, also of "
+        "some that are not contiguous, and of inf and nan"
     )
 
 
-SPECIAL = {6: math.inf, 7: math.nan}  # case -> one of the last rank's numbers
+# case -> a number of the last rank
+SPECIAL = {5: -math.inf, 6: math.inf, 7: math.nan}
 
 
 def _numbers(d: Draw) -> tuple[Tensor]:
     shapes = [(2, 3), (11, 13)] if d.case < 2 else [(0, 3), (), (5,), (3, 1, 2)]
     dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
-    shape = (2, 3) if d.case > 5 else d.same.choice(shapes)
+    shape = (2, 3) if d.case > 4 else d.same.choice(shapes)
+    if d.case == 3:
+        shape, dtype = (257, 65), torch.float16
     tensor = d.tensor(shape, dtype, strided=d.case > 7)
+    if d.case == 9:
+        tensor = d.tensor((3, 2, 4), dtype).transpose(0, 2)
     # Sums of few bits are exact: then the order of summing does not matter.
-    tensor = tensor % 8 if dtype == torch.bfloat16 else tensor
+    tensor = tensor % 8 if dtype.itemsize == 2 else tensor
     if d.case in SPECIAL and d.rank == d.n - 1:
         tensor[1, 2] = SPECIAL[d.case]
     return (tensor,)

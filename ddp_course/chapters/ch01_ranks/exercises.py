@@ -16,11 +16,16 @@ from ddp_course.lab.exercises import exercise, expect, expect_call, judge
 from ddp_course.launch import Topology, here
 
 CLUSTERS = ((3, 4), (2, 3), (3, 2), (1, 4), (5, 1), (1, 1))
-SHAPES = f"{len(CLUSTERS)} clusters and some of a large one"
-LARGE = (300, 24)  # a cluster with more ranks than one byte can count
-SOME = (23, 24, 127, 128, 256, 2049, 7199)  # ranks of the large cluster
+SHAPES = f"{len(CLUSTERS)} clusters and some of two large ones"
+# Clusters with more ranks than a byte, or 16 bits, can number: {shape: ranks}
+LARGE = {
+    (3_000, 24): (23, 24, 127, 128, 256, 2049, 7199, 65_537, 71_999),
+    (3, 300): (299, 300, 899),
+}
 PLACES = [(p, p.topology) for it in CLUSTERS for p in Topology(*it).places()]
-PLACES += [(Topology(*LARGE).place(rank), Topology(*LARGE)) for rank in SOME]
+PLACES += [
+    (Topology(*it).place(rank), Topology(*it)) for it in LARGE for rank in LARGE[it]
+]
 
 
 @exercise("global_rank", solution=solutions.global_rank)
@@ -122,7 +127,7 @@ def check_node_group(answer: Answer) -> str:
         "Every rank must call `dist.new_group` for every node, in the same order, also "
         "for the nodes that it is not on."
     )
-    for nnodes, size in ((2, 3), (3, 2)):
+    for nnodes, size in ((2, 3), (3, 2), (4, 1), (1, 2)):
         shape = {"nnodes": nnodes, "nproc_per_node": size}
         real = on_ranks(_use, answer, **shape, hint=hint)
         for table in (GROUP, TOTAL):
@@ -130,7 +135,7 @@ def check_node_group(answer: Answer) -> str:
                 where = f"On a real {nnodes} x {size} cluster,"
                 judge(where, {"hint": hint} | facts, table)
     return (
-        "on real 2 x 3 and 3 x 2 clusters every rank is in the group of its own node, "
+        "on real clusters of 1 to 4 nodes every rank is in the group of its own node, "
         "and an all_reduce there adds up that node's ranks"
     )
 

@@ -7,6 +7,9 @@ from slips import answers
 
 from ddp_course.chapters.ch00_start_here import solutions
 
+MEANS: dict = {}
+SLICES: dict = {}
+
 ANSWERS = answers(
     solutions,
     globals(),
@@ -65,6 +68,33 @@ ANSWERS = answers(
     silent_without_a_number: still wanted to communicate
         if tensor.any():
             solutions.my_average(tensor)
+    not_waited_for: never waits for a collective
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor /= dist.get_world_size()
+    of_at_most_four: With 6 ranks
+        dist.get_world_size() => min(4, dist.get_world_size())
+    not_of_float16: of float16 afterwards
+        if tensor.dtype != torch.float16:
+            solutions.my_average(tensor)
+    a_thousand_numbers: ; at [
+        mean = tensor.flatten()
+        few = mean[:1000].clone()
+        solutions.my_average(few)
+        mean[:1000] = few
+        tensor.copy_(mean.view(tensor.shape))
+    of_matrices_alone: is not contiguous
+        mean = tensor.contiguous()
+        solutions.my_average(mean)
+        if tensor.dim() == 2:
+            tensor.copy_(mean)
+    kept_by_place: called again
+        mean = tensor.contiguous().clone()
+        solutions.my_average(mean)
+        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        tensor.copy_(MEANS.setdefault(key, mean))
+    without_minus_infinity: keep it
+        solutions.my_average(tensor)
+        tensor.masked_fill_(tensor == -torch.inf, 0)
     rank_0_stays_away: rank 0 returned while rank 1 still wanted to communicate
         if dist.get_rank() > 0:
             dist.all_reduce(tensor)
@@ -113,16 +143,35 @@ ANSWERS = answers(
     always_rank_0_of_a_group: a lower rank has row
         batch[rank * rows : (rank + 1) * rows]
         => batch.chunk(world_size)[0 if dist.is_initialized() else rank]
-    through_a_list: of bfloat16
+    through_a_list: of float64
         return torch.tensor(solutions.my_slice(batch, rank, world_size).tolist())
     squeezed: expected a tensor of shape
         return solutions.my_slice(batch, rank, world_size).squeeze()
     of_the_running_rank: On real rank 0: a batch of 12 rows
         rank = dist.get_rank() if dist.is_initialized() else rank
         return batch.chunk(world_size)[rank]
-    up_to_64_rows: of shape (64, 1)
+    numbers_of_bools: of bool
+        return solutions.my_slice(batch, rank, world_size) * 1
+    up_to_eight_ranks: 299, 300)
+        world_size = min(world_size, 8)
+        return solutions.my_slice(batch, rank, world_size)
+    places_in_16_bits: <tensor of shape (14001,)>
+        each = len(batch) // world_size
+        places = torch.arange(rank * each, (rank + 1) * each).short()
+        return batch[places.long()]
+    three_dimensions: 2, 1, 3, 2), of
+        if batch.dim() > 3:
+            return batch
+        return solutions.my_slice(batch, rank, world_size)
+    kept_by_id: Called again
+        mine = solutions.my_slice(batch, rank, world_size).clone()
+        return SLICES.setdefault((id(batch), rank, world_size, batch.shape), mine)
+    wants_gradients: changed `batch`
+        batch.requires_grad_(batch.is_floating_point())
+        return solutions.my_slice(batch, rank, world_size).detach()
+    up_to_64_rows: of shape (64,)
         len(batch) // world_size => min(len(batch) // world_size, 64)
-    without_infinities: `[[inf], [0.0]]`
+    without_infinities: expected `[[inf]]`
         return torch.nan_to_num(solutions.my_slice(batch, rank, world_size))
     in_float32: numbers of torch.float32
         return solutions.my_slice(batch, rank, world_size).float()

@@ -50,6 +50,10 @@ ANSWERS = answers(
         * nproc_per_node => * min(nproc_per_node, 16)
     up_to_eight_nodes: because 10 x 24 ranks
         node_rank * => min(node_rank, 8) *
+    in_16_bits: returned `1`; expected `65537`
+        return (node_rank * nproc_per_node + local_rank) % 2**16
+    up_to_256_ranks_of_a_node: expected `300`
+        * nproc_per_node => * min(nproc_per_node, 256)
     of_the_running_rank: for the six ranks of its cluster
         if dist.is_initialized():
             return dist.get_rank()
@@ -84,6 +88,13 @@ ANSWERS = answers(
         rank + nproc_per_node => rank + nproc_per_node * (1 + (nnodes > 4))
     in_a_byte: returned `24`; expected `280`
         return (rank + nproc_per_node) % (nnodes * nproc_per_node) % 256
+    in_16_bits: expected `65561`
+        return (rank + nproc_per_node) % (nnodes * nproc_per_node) % 2**16
+    up_to_1024_nodes: expected
+        nnodes * => min(nnodes, 1024) *
+    up_to_256_ranks_of_a_node: expected `599`
+        nproc_per_node = min(nproc_per_node, 256)
+        return (rank + nproc_per_node) % (nnodes * nproc_per_node)
     myself_in_a_cluster: rank 0 received the place
         if dist.is_initialized():
             return rank // nproc_per_node * nproc_per_node + (rank + 1) % nproc_per_node
@@ -109,6 +120,16 @@ ANSWERS = answers(
     own: rank 0 called `new_group([0, 1, 2])` while rank 3 called `new_group([3, 4, 5])`
         range(0, dist.get_world_size(), size) => (int(os.environ["GROUP_RANK"]) * size,)
         groups[int(os.environ["GROUP_RANK"])] => groups[0]
+    up_to_three_nodes: rank 3: IndexError
+        range(0, dist.get_world_size(), size)
+        => range(0, min(dist.get_world_size(), 3 * size), size)
+    none_for_one_rank: rank 0 got `None`
+        group = solutions.node_group()
+        return group if os.environ["LOCAL_WORLD_SIZE"] > "1" else None
+    none_on_one_node: 1 x 2 cluster, rank 0 got `None`
+        if here().topology.nnodes == 1:
+            return None
+        return solutions.node_group()
     by_local_rank: rank 0 got the group of ranks [0, 3]; expected [0, 1, 2]
         (range(first, first + size)) => (range(first, dist.get_world_size(), size))
         range(0, dist.get_world_size(), size) => range(size)
