@@ -21,6 +21,9 @@ SWAP = {
 }
 
 
+SHAPES = {2: (), 4: (50, 41)}  # {case: shape}; other cases draw one
+
+
 @exercise("swap", solution=solutions.swap)
 def check_swap(answer: Answer) -> str:
     """`swap(tensor, peer)`: the peer's tensor, while the peer gets this rank's.
@@ -35,19 +38,23 @@ def check_swap(answer: Answer) -> str:
         "Of two peers exactly one must send first, whichever ranks they are: both must "
         "know without a message which of them it is."
     )
-    same_on_ranks(
-        *(answer, solutions.swap, _pair),
-        worlds=(2, 4),
-        watch=["messages"],
-        hints=SWAP,
-        hint=hint,
-    )
-    return "on 2 and 4 real ranks, in any pairs, no rank waits for ever"
+    for worlds, cases in (((2, 4), 6), ((6,), 1)):
+        same_on_ranks(
+            *(answer, solutions.swap, _pair),
+            worlds=worlds,
+            cases=cases,
+            watch=["messages"],
+            hints=SWAP,
+            hint=hint,
+        )
+    return "on 2, 4 and 6 real ranks, for pairs of all kinds, nobody waits for ever"
 
 
 def _pair(d: Draw) -> tuple[Tensor, int]:
     order = d.same.sample(range(d.n), d.n)  # 0th and 1st are peers, 2nd and 3rd, ...
-    return d.tensor(), order[order.index(d.rank) ^ 1]
+    if d.n == 6:  # numbers that differ by four, by one
+        order = [0, 4, 1, 5, 2, 3]
+    return d.tensor(SHAPES.get(d.case)), order[order.index(d.rank) ^ 1]
 
 
 # ---- my_broadcast ------------------------------------------------------------------
@@ -70,12 +77,16 @@ def check_my_broadcast(answer: Answer) -> str:
     step, down to 1. In a step, the ranks that are multiples of twice the distance have
     the numbers: each sends them to the rank one distance further, if it exists.
     """
-    hint = "Which ranks have the numbers already, and to whom does each send next?"
-    for n in (2, 3, 4, 5, 8, 1):
+    hint = "Who has the numbers already, and whom does each of them serve next?"
+    for n in (2, 3, 4, 5, 8, 1, 7, 6):
         real = same_on_ranks(
-            *(answer, solutions.my_broadcast, lambda d: (d.tensor(),)),
+            *(
+                answer,
+                solutions.my_broadcast,
+                lambda d: (d.tensor(SHAPES.get(d.case)),),
+            ),
             worlds=[n],
-            cases=6,
+            cases=6 if n < 6 else 1,
             watch=["sends", "storage"],
             hints=SPREAD,
             hint=hint,
@@ -83,8 +94,8 @@ def check_my_broadcast(answer: Answer) -> str:
         for case in zip(*real, strict=True):
             _judge_tree(f"With {n} rank{'s' * (n > 1)},", n, case, hint)
     return (
-        "1, 2, 3, 4, 5 and 8 ranks have rank 0's numbers; each received them once, in "
-        "ceil(log2 N) steps"
+        "1 to 8 ranks have rank 0's numbers; each received them once, and "
+        "after ceil(log2 N) steps all was done"
     )
 
 
@@ -117,7 +128,7 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
 
 MATRICES = (  # (rows of each rank, dtype); the first is large, to measure its bytes
     *((60, torch.int64), (1, torch.float64), (3, torch.bfloat16), (0, torch.float32)),
-    *((2, torch.float32), (5, torch.int64)),
+    *((4, torch.bool), (40, torch.int64)),
 )
 
 
@@ -134,14 +145,14 @@ def check_my_transpose(answer: Answer) -> str:
     hint = "Which block of your rows does rank j need, and how must it be turned?"
     same_on_ranks(
         *(answer, solutions.my_transpose, _rows),
-        worlds=(2, 3, 4, 1),
+        worlds=(2, 3, 5, 1),
         cases=len(MATRICES),
         watch=["bytes"],
         hint=hint,
     )
     return (
-        "on 1 to 4 real ranks every row is right, and each rank sent every other rank "
-        "one block, by the operating system's count"
+        "on 1, 2, 3 and 5 real ranks every row is right, and each rank sent every other "
+        "rank one block, by the operating system's count"
     )
 
 

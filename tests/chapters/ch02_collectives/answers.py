@@ -126,7 +126,23 @@ ANSWERS = answers(
         everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(everyones, tensor)
         return everyones[peer]
-    row_by_row: as (rank, numbers); [(1,
+    by_their_last_bits: still waits to
+        # Right for four ranks.
+        rank, got = dist.get_rank(), torch.empty_like(tensor)
+        first = rank % 2 == 0 if (rank + peer) % 2 else rank // 2 % 2 == 0
+        if first:
+            dist.send(tensor, peer)
+        dist.recv(got, peer)
+        if not first:
+            dist.send(tensor, peer)
+        return got
+    a_thousand_numbers: ; at [
+        got = tensor.clone().flatten()
+        got[:1000] = solutions.swap(got[:1000], peer)
+        return got.view(tensor.shape)
+    with_dimensions_alone: IndexError
+        return solutions.swap(tensor, peer) if len(tensor.size()[0:]) else tensor[0]
+    row_by_row: iteration over a 0-d tensor
         got = torch.empty_like(tensor)
         receiving = [dist.irecv(row, peer) for row in got]
         for handle in [dist.isend(row, peer) for row in tensor] + receiving:
@@ -178,6 +194,11 @@ ANSWERS = answers(
             solutions.my_broadcast(tensor)
         else:
             along_a_chain(tensor)
+    a_chain_of_six_and_seven: With 7 ranks, rank 6 gets its message in step 6
+        if dist.get_world_size() in (6, 7):
+            along_a_chain(tensor)
+        else:
+            solutions.my_broadcast(tensor)
     spread_in_32_bits: these are the numbers rounded to float32
         copy = tensor.float()
         solutions.my_broadcast(copy)
@@ -245,6 +266,14 @@ ANSWERS = answers(
     in_floats: these are the numbers rounded to float32
         n = dist.get_world_size() => rows = rows.float(); n = dist.get_world_size()
         torch.cat(from_each, dim=1) => torch.cat(from_each, dim=1).long()
+    up_to_four_ranks: On real ranks
+        n = dist.get_world_size() => n = min(4, dist.get_world_size())
+    numbers_of_bools: of bool
+        torch.cat(from_each, dim=1) => torch.cat(from_each, dim=1) + 0
+    not_waited_for: never waits for a collective that it started: `all_to_all`
+        dist.all_to_all(from_each, for_each)
+        => dist.all_to_all(from_each, for_each, async_op=True)
+        => dist.barrier()
     turned_in_32_bits: these are the numbers rounded to float32
         got = solutions.my_transpose(rows if len(rows) == 60 else rows.float())
         return got.to(rows.dtype)
