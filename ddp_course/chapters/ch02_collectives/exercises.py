@@ -151,8 +151,8 @@ def check_my_transpose(answer: Answer) -> str:
         hint=hint,
     )
     return (
-        "on 1, 2, 3 and 5 real ranks every row is right, and each rank sent every other "
-        "rank one block, by the operating system's count"
+        "on 1, 2, 3 and 5 real ranks every row is right, and each sent each other rank "
+        "one block, by the operating system's count"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ from ddp_course.lab.answers import Answer, on_ranks
 from ddp_course.lab.exercises import exercise, expect, judge, shown
 from ddp_course.lab.judge import Draw, same_on_ranks
 from ddp_course.launch import Topology, here
-from ddp_course.measure import ByteMeter, EventLog
+from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
 # ---- ring_transfers ----------------------------------------------------------------
 
@@ -34,7 +36,7 @@ def check_ring_transfers(answer: Answer) -> str:
     the first half of 2 (N - 1) steps adds. In every step a rank passes on the chunk
     that it got in the step before, so the chunk's number goes down by one, modulo N.
     """
-    for n in (2, 3, 4, 5, 8, 11, 1):
+    for n in (2, 3, 4, 5, 8, 11, 6, 40, 1):
         plan = _as_plan(answer, n)
         where, wrong = f"With {n} rank{'s' * (n > 1)},", mistakes(plan)
         expect(
@@ -51,6 +53,13 @@ def check_ring_transfers(answer: Answer) -> str:
         for rank, chunks in enumerate(plan.chunks_sent()):
             says = f"{chunks} chunks in all, of S/{n} each; the least is {2 * (n - 1)}."
             expect(chunks == 2 * (n - 1), f"{where} rank {rank} sends {says}")
+        together = [
+            pair for pair, k in Counter((t.step, t.src) for t in plan).items() if k > 1
+        ]
+        for step, rank in together[:1]:
+            says = "sends several chunks in step"
+            also = "the others wait for it, where each could send one."
+            expect(False, f"{where} rank {rank} {says} {step}; {also}")
         expect(
             plan.steps == 2 * (n - 1),
             f"{where} your ring has {plan.steps} steps; if all ranks send at the same "
@@ -60,8 +69,8 @@ def check_ring_transfers(answer: Answer) -> str:
         for rank, facts in enumerate(on_ranks(_run, _as_plan(answer, n), world_size=n)):
             judge(f"On {n} real ranks, rank {rank}", facts, RAN)
     return (
-        "1, 2, 3, 4, 5, 8 and 11 ranks end with the numbers of every rank, once; each "
-        "sends 2 (N - 1) chunks to its right; 3 and 4 real ranks did the same"
+        "1 to 6, 8, 11 and 40 ranks end with the numbers of every rank, once; each "
+        "sends 2 (N - 1) chunks to its right; and so did 3 and 4 real ranks"
     )
 
 
@@ -127,16 +136,16 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
     )
     same_on_ranks(
         *(answer, solutions.ring_reduce_scatter, _chunks),
-        worlds=(2, 3, 5),
-        cases=5,
+        worlds=(2, 3, 5, 1),
+        cases=6,
         watch=["messages", "bytes"],
         hints=RING,
         hint=hint,
     )
     return (
-        "2, 3 and 5 ranks, chunks of equal and of different lengths, empty ones, three "
-        "dtypes: right sums, unchanged inputs, and N - 1 messages, each a chunk to the "
-        "right neighbour"
+        "1, 2, 3 and 5 ranks, chunks of equal and different lengths, empty ones, four "
+        "types: right sums, untouched inputs, and every message a chunk to the right "
+        "neighbour, N - 1 of them"
     )
 
 
@@ -144,6 +153,10 @@ def _chunks(d: Draw) -> tuple[list[Tensor]]:
     """Return chunks of one dtype; in one case they are too long for socket buffers."""
     shapes = [(3,), (5,), (2, 3), (7,), (0,), (3, 1)][d.case == 0 :]
     dtype = d.same.choice([torch.int64, torch.float32, torch.float64])
+    if d.case == 5:
+        chunks = [d.tensor((4,), torch.bfloat16) % 8 for _ in range(d.n)]
+        chunks[0][1] = torch.inf if d.rank else torch.nan
+        return (chunks,)
     if d.case == 1:
         return ([d.tensor((200,), dtype).repeat(1000) for _ in range(d.n)],)
     return ([d.tensor(d.same.choice(shapes), dtype) for _ in range(d.n)],)
@@ -165,8 +178,8 @@ CLUSTERS = {
 HIERARCHY = {
     "right": "has only {parts:g} % of the sums: the first wrong number is "
     "{first}.{why} {hint}",
-    "counted": "has a byte meter that counted nothing; use the collectives of "
-    "`ddp_course.collectives`, which the meter sees.",
+    "counted": "called collectives that the byte meter does not see; use those of "
+    "`ddp_course.collectives`.",
     "between_right": "sent {between:.6g} S to other nodes; expected {between_least:g} "
     "S. {hint}",
     "inside_right": "sent {inside:.3g} S on its node; {inside_least:.3g} S are "
@@ -174,6 +187,10 @@ HIERARCHY = {
     "own_work": "called the package's own hierarchy, which `all_reduce` of all ranks "
     "uses; build it from three collectives, in `node` and in `peers`.",
     "again": "has wrong sums in a second call, with as many numbers of another type.",
+    "same_tensor": "has wrong sums in a third call, with other numbers in the tensor "
+    "of the second one.",
+    "narrow_right": "sent {narrow:.6g} S of a tensor of bfloat16 to other nodes; "
+    "expected {between_least:g} S. Keep the tensor's type.",
     "small_sums": "has wrong sums of a tensor of {numbers} numbers.",
     "small_right": "sent {small} bytes to other nodes for a tensor of {numbers} "
     "numbers; expected {small_least}: spare the slow links for small tensors, too.",
@@ -218,7 +235,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     x = everyones[me.rank].clone()
     view = x.view(-1)
     barrier()
-    with ByteMeter() as meter, EventLog() as log:
+    with ByteMeter() as meter, EventLog() as log, TorchCollectives() as torchs:
         function(x, nodes[me.node_rank], peers[me.local_rank])
     total = sum(everyones).flatten()
     wrong = view != total
@@ -244,13 +261,21 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     facts["inside_right"] = facts["inside"] <= 1.51 * facts["inside_least"]
     facts |= {
         "right": not wrong.any(),
-        "counted": facts["between"] + facts["inside"] > 0,
+        "counted": not torchs.calls and facts["between"] + facts["inside"] > 0,
     }
     facts["own_work"] = not any(e.op.startswith("hierarchical") for e in log.events)
-    everyones = [one.bool().to(torch.bfloat16) for one in everyones]
+    ones = everyones = [one.bool().to(torch.bfloat16) for one in everyones]
     x = everyones[me.rank].clone()
     function(x, nodes[me.node_rank], peers[me.local_rank])
     facts["again"] = torch.equal(x, sum(everyones))
+    x.copy_(ones[(me.rank + 1) % shape.world_size])
+    x[0] = math.inf if me.rank else math.nan
+    with ByteMeter() as meter:
+        function(x, nodes[me.node_rank], peers[me.local_rank])
+    facts["same_tensor"] = bool(x[0].isnan().all())
+    facts["same_tensor"] &= torch.equal(x[1:], sum(ones)[1:])
+    facts |= {"narrow": meter.report().between / x.nbytes}
+    facts["narrow_right"] = facts["narrow"] == facts["between_least"]
     x = torch.ones(6 * g, dtype=torch.int64)
     with ByteMeter() as meter:
         function(x, nodes[me.node_rank], peers[me.local_rank])
@@ -269,6 +294,8 @@ def _numbers(rank: int, cluster: Topology) -> Tensor:
     numbers = torch.randint(-(2**20), 2**20, shape, generator=dice)
     if dtype.is_floating_point:
         numbers = numbers / 8 + (2**-30 if dtype == torch.float64 else 0)
+    else:  # a float64 cannot hold the sum
+        numbers += 2**58
     if cluster.nnodes == 3 and rank == 1:
         numbers = torch.zeros_like(numbers)
     return numbers.to(dtype)

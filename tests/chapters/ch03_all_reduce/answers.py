@@ -67,6 +67,21 @@ ANSWERS = answers(
         (rank - 1 - step) => (rank + 1 + step)
     one_message_at_a_time: steps; if all ranks send at the same time
         step, => step * world_size + rank,
+    none_of_six: With 6 ranks
+        transfers = [] => transfers, world_size = [], world_size * (world_size != 6)
+    up_to_eleven_ranks: With 40 ranks
+        transfers = [] => transfers, world_size = [], min(world_size, 11)
+    two_chunks_at_once: With 2 ranks, rank 0 sends several chunks in step 0
+        # Right sums, but in each step half of the ranks send, each two chunks.
+        n = world_size
+        if n % 2:
+            return solutions.ring_transfers(n)
+        return [
+            Transfer(step, r, (r + 1) % n, c, c + 1, step < n - 1)
+            for c in range(n)
+            for step in range(2 * (n - 1))
+            for r in [(c // 2 * 2 + step) % n]
+        ]
     chunks_beyond_the_end: does not fit
         return transfers => return [Transfer(0, 0, 1, world_size, world_size + 1, True)]
     a_generator: expected a list of `Transfer`s
@@ -133,6 +148,14 @@ ANSWERS = answers(
         arrived + chunks[(rank - 2 - k) % n] => arrived
     the_mean: the sum of the chunks
         return passing_by => return passing_by // n
+    float32_for_bfloat16: of bfloat16
+        return passing_by
+        => wide = passing_by.dtype == torch.bfloat16
+        => return passing_by.float() if wide else passing_by
+    without_nan: expected `[
+        return passing_by => return passing_by.nan_to_num()
+    nothing_on_one_rank: With 1 rank, rank 0 returned `None`
+        return passing_by => return passing_by if n > 1 else None
     nothing_returned: returned `None`; expected a tensor
         return passing_by => return None
     one_chunk_further: With 2 ranks
@@ -255,6 +278,21 @@ ANSWERS = answers(
         solutions.hierarchical_sum(tensor, node, peers)
         tensor += tensor.numel() in SHARDS
         SHARDS[tensor.numel()] = True
+    whole_numbers_as_float64: of the sums
+        sums = tensor.double() if tensor.dtype == torch.int64 else tensor
+        solutions.hierarchical_sum(sums, node, peers)
+        tensor.copy_(sums)
+    kept_by_shape: wrong sums in a third call
+        sums = tensor.clone()
+        solutions.hierarchical_sum(sums, node, peers)
+        tensor.copy_(SHARDS.setdefault((tensor.shape, tensor.dtype), sums))
+    bfloat16_as_float32: of a tensor of bfloat16 to other nodes
+        sums = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        solutions.hierarchical_sum(sums, node, peers)
+        tensor.copy_(sums)
+    by_pytorch_first: collectives that the byte meter does not see
+        dist.all_reduce(tensor.clone())
+        solutions.hierarchical_sum(tensor, node, peers)
     shards_cut_once_more: On real ranks: `rank
         n, nodes = dist.get_world_size(node), dist.get_world_size(peers)
         shard = tensor.new_empty(tensor.numel() // n)
@@ -293,7 +331,7 @@ ANSWERS = answers(
         (tensor, shard, group=node) => (tensor, shard, group=node); return tensor
     the_largest: expected
         shard, tensor, group => shard, tensor, dist.ReduceOp.MAX, group
-    one_line_of_pytorch: rank 0 has a byte meter that counted nothing
+    one_line_of_pytorch: collectives that the byte meter does not see
         shard = torch.empty => return dist.all_reduce(tensor); shard = torch.empty
     one_line_of_the_package: the package's own hierarchy
         shard = torch.empty => return all_reduce(tensor); shard = torch.empty
