@@ -55,7 +55,7 @@ def check_my_slice(answer: Answer) -> str:
     same_as(answer, solutions.my_slice, _batch, exact=True)
     return (
         f"1, 2, 3, 4 and 6 ranks share {ROWS} rows, each row once and in order; "
-        "so do 4 real ranks, and up to 300 ranks batches of other types and shapes"
+        "so do 4 real ranks, and up to 300 ranks with batches of other dtypes"
     )
 
 
@@ -129,12 +129,12 @@ def check_my_average(answer: Answer) -> str:
         hint="Every rank must take part in the same collectives, in the same order.",
     )
     return (
-        "1, 2, 3, 4 and 6 real ranks have the mean of tensors of four types, also of "
-        "some that are not contiguous, and of inf and nan"
+        "1, 2, 3, 4 and 6 real ranks have the mean of tensors of four dtypes, also of "
+        "tensors that are not contiguous, and of inf and nan"
     )
 
 
-# case -> a number of the last rank
+# case -> one of the last rank's numbers
 SPECIAL = {5: -math.inf, 6: math.inf, 7: math.nan}
 
 

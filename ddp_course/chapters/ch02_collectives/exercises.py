@@ -47,7 +47,7 @@ def check_swap(answer: Answer) -> str:
             hints=SWAP,
             hint=hint,
         )
-    return "on 2, 4 and 6 real ranks, for pairs of all kinds, nobody waits for ever"
+    return "on 2, 4 and 6 real ranks, in any pairs, no rank waits for ever"
 
 
 def _pair(d: Draw) -> tuple[Tensor, int]:
@@ -77,7 +77,7 @@ def check_my_broadcast(answer: Answer) -> str:
     step, down to 1. In a step, the ranks that are multiples of twice the distance have
     the numbers: each sends them to the rank one distance further, if it exists.
     """
-    hint = "Who has the numbers already, and whom does each of them serve next?"
+    hint = "Which ranks have the numbers already, and to whom does each send next?"
     for n in (2, 3, 4, 5, 8, 1, 7, 6):
         real = same_on_ranks(
             *(
@@ -94,8 +94,8 @@ def check_my_broadcast(answer: Answer) -> str:
         for case in zip(*real, strict=True):
             _judge_tree(f"With {n} rank{'s' * (n > 1)},", n, case, hint)
     return (
-        "1 to 8 ranks have rank 0's numbers; each received them once, and "
-        "after ceil(log2 N) steps all was done"
+        "1 to 8 ranks have rank 0's numbers; each received them once, in ceil(log2 N) "
+        "steps"
     )
 
 

@@ -70,7 +70,7 @@ def check_ring_transfers(answer: Answer) -> str:
             judge(f"On {n} real ranks, rank {rank}", facts, RAN)
     return (
         "1 to 6, 8, 11 and 40 ranks end with the numbers of every rank, once; each "
-        "sends 2 (N - 1) chunks to its right; and so did 3 and 4 real ranks"
+        "sends 2 (N - 1) chunks to its right; 3 and 4 real ranks did the same"
     )
 
 
@@ -144,8 +144,8 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
     )
     return (
         "1, 2, 3 and 5 ranks, chunks of equal and different lengths, empty ones, four "
-        "types: right sums, untouched inputs, and every message a chunk to the right "
-        "neighbour, N - 1 of them"
+        "dtypes: right sums, unchanged inputs, and N - 1 messages, each a chunk to the "
+        "right neighbour"
     )
 
 
