@@ -54,26 +54,36 @@ WAYS_TO_WAIT = "get_future", "result", "synchronize", "block_current_stream"
 
 
 class _Started:
-    """A collective or message under way, which notices whether it is waited for."""
+    """A collective or message under way, which notices whether it is waited for.
 
-    def __init__(self, work: dist.Work, to_what: str) -> None:
+    `unwaited` lists those that are not, with what kind each is: a work keeps its
+    tensors in memory, so nothing else may keep it.
+    """
+
+    def __init__(
+        self, work: dist.Work, to_what: str, unwaited: dict | None = None
+    ) -> None:
         self.work = work
         self.to_what = to_what
-        self.waited_for = (
-            False  # did the reader's code call `wait`, or see it complete?
-        )
+        self.waited_for = False  # by `wait`, or by seeing that it has completed
+        self.unwaited = {} if unwaited is None else unwaited
 
     def wait(self, *timeout: timedelta) -> bool:
-        self.waited_for = True
+        self.note(True)
         return self.work.wait(*timeout)
 
     def is_completed(self) -> bool:
         done = self.work.is_completed()
-        self.waited_for = self.waited_for or done  # an early False is not waiting
+        self.note(done)  # an early False is not waiting
         return done
 
+    def note(self, waited_for: bool) -> None:
+        if waited_for:
+            self.waited_for = True
+            self.unwaited.pop(self, None)
+
     def __getattr__(self, name: str) -> Any:
-        self.waited_for = self.waited_for or name in WAYS_TO_WAIT
+        self.note(name in WAYS_TO_WAIT)
         return getattr(self.work, name)
 
 
@@ -81,7 +91,7 @@ class _UnderWay(_Started):
     """A message under way, with a `wait` that has a deadline."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self.waited_for = True
+        self.note(True)
         timeout = timeout or timedelta(seconds=patient(PATIENCE))
         try:
             return self.work.wait(timeout)
@@ -102,7 +112,7 @@ def pending() -> Iterator[list[tuple[str, str]]]:
     if not dist.is_initialized():
         yield ignored
         return
-    started: list[tuple[str, _Started]] = []
+    unwaited: dict[_Started, str] = {}
     group = dist.ProcessGroup
 
     def keeping(kind: str, name: str, real: Callable) -> Callable:
@@ -110,8 +120,9 @@ def pending() -> Iterator[list[tuple[str, str]]]:
             work = real(*args, **options)
             if work is None:  # it has ended
                 return None
-            started.append((kind, _Started(work, name)))
-            return started[-1][1]
+            one = _Started(work, name, unwaited)
+            unwaited[one] = kind
+            return one
 
         return start
 
@@ -122,11 +133,10 @@ def pending() -> Iterator[list[tuple[str, str]]]:
                 start = keeping(kind, name, getattr(group, method))
                 stack.enter_context(mock.patch.object(group, method, start))
         yield ignored
-    for kind, one in started:
-        if not one.waited_for:
-            ignored.append((kind, one.to_what))
-            with suppress(Exception):  # else it would disturb the next case
-                one.work.wait(timedelta(seconds=patient(PATIENCE)))
+    for one, kind in unwaited.items():
+        ignored.append((kind, one.to_what))
+        with suppress(Exception):  # else it would disturb the next case
+            one.work.wait(timedelta(seconds=patient(PATIENCE)))
 
 
 def waiting(ignored: list[tuple[str, str]]) -> dict[str, Any]:
