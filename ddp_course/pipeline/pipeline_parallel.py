@@ -115,7 +115,7 @@ class PipelineParallel(DividedModule, Pipeline):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         form = form_of(model, num_microbatches=m, sizes=sizes, recompute=recompute)
         form |= {"recorder": type(recorder).__name__, "the schedule": schedule}
-        choose = partial(decided, model, size, schedule, m, sizes)
+        choose = partial(choose_plan, model, size, schedule, m, sizes)
         schedule, plan = agreed(choose, group, **form)
         for tensor in (*model.parameters(), *model.buffers()):
             numbers = tensor.detach().contiguous()
@@ -268,7 +268,7 @@ def defer_averaging(parameters: Iterable[Tensor]) -> Iterator[None]:
 # ---- plan, before anything is sent ---------------------------------------------------
 
 
-def decided(
+def choose_plan(
     model: nn.Module,
     num_ranks: int,
     schedule: str | Schedule,

@@ -355,18 +355,19 @@ def _data_parallel(
         if not software.overlap:
             return times * reduce + gather, sent
         if not c.zero:  # an all-reduce is both halves, in backward
-            return behind(reduce + gather, backward, buckets), sent
-        reducing = times * behind(reduce, backward, buckets)
-        ahead = software.gathers_ahead
-        return reducing + (behind(gather, forward, layers) if ahead else gather), sent
+            return exposed_sending(reduce + gather, backward, buckets), sent
+        reducing = times * exposed_sending(reduce, backward, buckets)
+        if software.gathers_ahead:
+            gather = exposed_sending(gather, forward, layers)
+        return reducing + gather, sent
     reduce, reduced = _gather(cluster, bytes_of.reduced * numel, ranks, stride)
     gather, gathered = _gather(cluster, bytes_of.gathered * numel, ranks, stride)
-    exposed = behind(gather, forward, layers)
-    exposed += behind(gather + reduce, backward, layers)
+    exposed = exposed_sending(gather, forward, layers)
+    exposed += exposed_sending(gather + reduce, backward, layers)
     return microbatches * exposed, microbatches * (2 * gathered + reduced)
 
 
-def behind(sending: float, computing: float, layers: int) -> float:
+def exposed_sending(sending: float, computing: float, layers: int) -> float:
     """Return how long sending goes on after computing, layer by layer.
 
     A layer's bucket is sent after the layer has been computed and the previous bucket

@@ -32,7 +32,7 @@ from ddp_course.theory.collectives import bytes_sent
 INT32 = FLOAT32 = 4  # bytes
 
 
-def reduced(numel: int, itemsize: int, world_size: int, rank: int) -> int:
+def ring_bytes(numel: int, itemsize: int, world_size: int, rank: int) -> int:
     """Return the bytes that a rank sends in a ring all-reduce of any size.
 
     The rank sends all chunks but its own in the reduce-scatter, and all but the next
@@ -43,12 +43,12 @@ def reduced(numel: int, itemsize: int, world_size: int, rank: int) -> int:
     return (2 * numel - own - next_one) * itemsize
 
 
-def kept(density: float, numel: int) -> int:
+def kept_count(density: float, numel: int) -> int:
     """Return k: the count of numbers that top-k and random-k send, at least one."""
     return max(1, round(density * numel))
 
 
-def factored(shape: Sequence[int], rank: int) -> tuple[int, int]:
+def factor_sizes(shape: Sequence[int], rank: int) -> tuple[int, int]:
     """Return the sizes of a gradient's factors P and Q; (0, 0) if it is sent whole.
 
     The first dimension is n, all others together are m. As in PyTorch, factors are sent
@@ -65,24 +65,24 @@ def _eight_bits(numel: int, n: int, block: int) -> int:
 
 
 def _power(shapes: Sequence[Sequence[int]], n: int, rank: int, r: int) -> int:
-    pairs = [factored(shape, r) for shape in shapes]
+    pairs = [factor_sizes(shape, r) for shape in shapes]
     rest = sum(prod(s) for s, (p, _) in zip(shapes, pairs, strict=True) if not p)
     ps, qs = (sum(sizes) for sizes in zip(*pairs, strict=True))
-    return reduced(ps + rest, FLOAT32, n, rank) + reduced(qs, FLOAT32, n, rank)
+    return ring_bytes(ps + rest, FLOAT32, n, rank) + ring_bytes(qs, FLOAT32, n, rank)
 
 
 # {name: function (shapes, d, N, rank, number after the colon) -> bytes}
 METHODS: dict[str, Callable[..., int]] = {
-    "none": lambda shapes, d, n, rank, _: reduced(d, FLOAT32, n, rank),
-    "fp16": lambda shapes, d, n, rank, _: reduced(d, 2, n, rank),
-    "bf16": lambda shapes, d, n, rank, _: reduced(d, 2, n, rank),
+    "none": lambda shapes, d, n, rank, _: ring_bytes(d, FLOAT32, n, rank),
+    "fp16": lambda shapes, d, n, rank, _: ring_bytes(d, 2, n, rank),
+    "bf16": lambda shapes, d, n, rank, _: ring_bytes(d, 2, n, rank),
     "int8": lambda shapes, d, n, rank, block: _eight_bits(d, n, int(block or 64)),
     "sign": lambda shapes, d, n, rank, _: (n - 1) * (-(-d // 8) + FLOAT32),
     "topk": lambda shapes, d, n, rank, density: (
-        (n - 1) * (INT32 + FLOAT32) * kept(density, d)
+        (n - 1) * (INT32 + FLOAT32) * kept_count(density, d)
     ),
-    "randomk": lambda shapes, d, n, rank, density: reduced(
-        kept(density, d), FLOAT32, n, rank
+    "randomk": lambda shapes, d, n, rank, density: ring_bytes(
+        kept_count(density, d), FLOAT32, n, rank
     ),
     "powersgd": lambda shapes, d, n, rank, r: _power(shapes, n, rank, int(r)),
 }

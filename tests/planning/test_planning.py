@@ -13,7 +13,7 @@ from ddp_course.planning import step_time
 from ddp_course.planning.accelerators import ACCELERATORS, Cluster
 from ddp_course.planning.anchors import ANCHORS
 from ddp_course.planning.search import candidates, divisors, problem, search
-from ddp_course.planning.step_time import Candidate, Software, behind, predict
+from ddp_course.planning.step_time import Candidate, Software, exposed_sending, predict
 from ddp_course.planning.workload import Workload
 from ddp_course.theory import model_states, pipeline_bubble, step_volume
 
@@ -109,7 +109,9 @@ def test_sending_goes_on_behind_computing_as_a_queue_of_buckets_does(
     for layer in range(1, layers + 1):
         computed = layer * computing / layers
         sent = max(sent, computed) + sending / layers
-    assert behind(sending, computing, layers) == pytest.approx(sent - computing)
+    assert exposed_sending(sending, computing, layers) == pytest.approx(
+        sent - computing
+    )
 
 
 def test_what_slows_a_step_down():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_course.theory import compressed_bytes
-from ddp_course.theory.compression import factored, reduced
+from ddp_course.theory.compression import factor_sizes, ring_bytes
 
 MATRIX = [(1024, 1024)]
 DENSE = compressed_bytes("none", MATRIX, 4)
@@ -36,13 +36,14 @@ def test_one_rank_sends_nothing_and_uneven_chunks_add_up():
     for method in ("none", "fp16", "int8", "sign", "topk:0.1", "powersgd:2"):
         assert compressed_bytes(method, [(7, 5), (3,)], 1) == 0
     for n in (2, 3, 5):
-        assert sum(reduced(7, 4, n, r) for r in range(n)) == 2 * (n - 1) * 7 * 4
+        assert sum(ring_bytes(7, 4, n, r) for r in range(n)) == 2 * (n - 1) * 7 * 4
 
 
 def test_what_is_too_small_goes_as_it_is():
-    assert factored((1024, 1024), 4) == (4096, 4096)
-    assert factored((64, 4, 4), 2) == (128, 32)
-    assert factored((8, 8), 2) == factored((1024,), 1) == factored((), 1) == (0, 0)
+    assert factor_sizes((1024, 1024), 4) == (4096, 4096)
+    assert factor_sizes((64, 4, 4), 2) == (128, 32)
+    for shape, rank in (((8, 8), 2), ((1024,), 1), ((), 1)):
+        assert factor_sizes(shape, rank) == (0, 0)
     both = compressed_bytes("powersgd:2", [(8, 8), (1024,)], 2)
     assert both == compressed_bytes("none", [(8, 8), (1024,)], 2)
 
