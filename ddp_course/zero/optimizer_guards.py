@@ -145,7 +145,7 @@ def agreed_groups(
                 own_options: Groups = [{}]
                 copy_options([group], own_options)
                 check_elementwise(optimizer_class, own_options[0], defaults, device)
-        return filled_in(groups, optimizer_class, defaults)
+        return fill_in_options(groups, optimizer_class, defaults)
 
     options = {"bucket_cap_mb": bucket_cap_mb, **options}
     form = {f"argument {name}": repr(value) for name, value in options.items()}
@@ -153,7 +153,7 @@ def agreed_groups(
     return agreed(lambda: groups, process_group, **form_of_groups(groups))
 
 
-def filled_in(
+def fill_in_options(
     groups: Groups, optimizer_class: Callable[..., Optimizer], defaults: dict[str, Any]
 ) -> Groups:
     """Fill in default options of every group, from an optimizer without parameters."""

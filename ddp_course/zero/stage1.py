@@ -101,7 +101,7 @@ class Zero1(Optimizer):
             if not parameter.requires_grad:  # a frozen parameter is in no row
                 self.broadcast(parameter, getattr(parameter, "replicas", None))
         for bucket in shard_plan(new.items(), self.world_size, self.bucket_cap_mb):
-            self.lay_in_a_row(bucket, new)
+            self.move_into_row(bucket, new)
             self.engine.add(bucket, new)
         own = []
         for group in groups:
@@ -111,7 +111,7 @@ class Zero1(Optimizer):
         return own
 
     @torch.no_grad()
-    def lay_in_a_row(
+    def move_into_row(
         self, bucket: ShardedBucket, parameters: dict[str, Tensor]
     ) -> None:
         """Move the parameters of a bucket into one row, and own 1/N of it."""

@@ -162,7 +162,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         self.in_flight: Unit | None = None  # the unit whose gradients are being summed
         self.span: Callable[..., AbstractContextManager] = no_span
         keeps = {True: (), None: (self.root,), False: self.units}
-        self.stay = keeps[reshard_after_forward]  # units not freed after forward
+        self.kept_units = keeps[reshard_after_forward]  # units not freed after forward
         self.order = Order([unit.plan.index for unit in self.units[1:]], prefetch)
 
     def _place_pieces(self) -> None:
@@ -209,7 +209,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
 
     def _free_after_forward(self, unit: Unit, needed_again: bool) -> None:
         """Free `unit`, unless backward recomputes it now or it is not resharded."""
-        if not (self._recomputing() or (needed_again and unit in self.stay)):
+        if not (self._recomputing() or (needed_again and unit in self.kept_units)):
             unit.free()
 
     def _recomputing(self) -> bool:
