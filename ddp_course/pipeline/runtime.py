@@ -172,34 +172,34 @@ class OrderedMessages:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, schedule, endpoint = runtime, runtime.schedule, runtime.endpoint
-        self.coming = {
+        self.expected = {
             peer: iter(schedule.messages(peer, endpoint.rank))
             for peer in range(endpoint.size)
         }
-        self.leaving: list[tuple[Tensor, Handle]] = []
+        self.sends: list[tuple[Tensor, Handle]] = []
 
     def receive(self, source: Action) -> None:
         """Receive messages until the result of `source` is in `runtime.results`."""
         runtime = self.runtime
         peer = runtime.schedule.rank_of(source.stage)
         while source not in runtime.results:
-            coming = next(self.coming[peer])
-            tensor = runtime.results[coming] = runtime.allocate(coming)
-            announce(runtime.parts, "before_wait", runtime, coming)
+            message = next(self.expected[peer])
+            tensor = runtime.results[message] = runtime.allocate(message)
+            announce(runtime.parts, "before_wait", runtime, message)
             runtime.endpoint.receive(tensor, peer).wait()
-            announce(runtime.parts, "after_wait", runtime, coming)
+            announce(runtime.parts, "after_wait", runtime, message)
 
     def send(self, action: Action) -> None:
         """Start to send the result of `action`, without waiting."""
         runtime = self.runtime
         tensor, peer = runtime.results.pop(action), runtime.schedule.receiver(action)
         announce(runtime.parts, "before_send", runtime, action)
-        self.leaving.append((tensor, runtime.endpoint.send(tensor, peer)))
+        self.sends.append((tensor, runtime.endpoint.send(tensor, peer)))
         announce(runtime.parts, "after_send", runtime, action, tensor)
 
     def finish(self) -> None:
         """Wait until all messages have left."""
-        for _, handle in self.leaving:
+        for _, handle in self.sends:
             handle.wait()
 
 

@@ -184,7 +184,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
         """
         self.check_tokens(idx, targets)
         try:
-            with self.sums():
+            with self.summed_gradients():
                 x = self.embed(idx)  # (B, T, C), or (B, T/tp, C) from here to the head
                 for block in self.blocks:
                     x = block(x)  # (B, T, C)
@@ -197,7 +197,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
             announce(self.parts, "forward_failed", self, error)
             raise
 
-    def sums(self) -> AbstractContextManager:
+    def summed_gradients(self) -> AbstractContextManager:
         """Return a context that sums whole parameters' gradients in one all-reduce."""
         if not self.sequence_parallel:
             return nullcontext()
