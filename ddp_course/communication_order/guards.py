@@ -225,7 +225,7 @@ def check_one_by_one(optimizer: Optimizer) -> None:
         )
 
 
-def beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def second_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return another process group of the same ranks, created at the first call.
 
     All these ranks call it together. Raises ReplicaError if some ranks are members of
@@ -233,7 +233,7 @@ def beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     and hang.
     """
     first = meeting(group)
-    if "beside" not in first.kept:
+    if "second group" not in first.kept:
         count = len(dist.distributed_c10d._world.pg_names)
         agreed(lambda: None, group, **{"process groups that it is in": count})
         everyone = first.size == dist.get_world_size()
@@ -241,5 +241,5 @@ def beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             None if everyone else first.ranks, use_local_synchronization=not everyone
         )
         meeting(other)  # a collective call, too
-        first.kept["beside"] = other
-    return first.kept["beside"]
+        first.kept["second group"] = other
+    return first.kept["second group"]

@@ -20,7 +20,7 @@ from ddp_course.communication_order.guards import (
     StatesFinish,
     StepFirst,
     Unchanged,
-    beside,
+    second_group,
 )
 from ddp_course.communication_order.ordered import OrderedDataParallel
 from ddp_course.communication_order.plan import Planned
@@ -110,7 +110,7 @@ class ScheduledDataParallel(OrderedDataParallel):
             NotYet(),
             StepFirst(),
         ]
-        sending = beside(process_group)
+        sending = second_group(process_group)
         super().__init__(
             module, optimizer, piece, process_group, sending, all_reduce, layers, parts
         )

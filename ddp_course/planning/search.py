@@ -83,7 +83,7 @@ def candidates(
     software: Software,
     recompute: str | None = None,
 ) -> Iterator[Candidate]:
-    """Yield the layouts that take all GPUs and have no `problem`."""
+    """Yield the possible layouts that use all GPUs."""
     kinds = RECOMPUTE if recompute is None else (recompute,)
     if software.fused_attention:  # it keeps no scores to recompute
         kinds = [kind for kind in kinds if kind != "selective"]
@@ -97,11 +97,13 @@ def candidates(
         stages = STAGES if pp > 1 else (1,)
         for more in product(zeros, kinds, MICROBATCHES, stages):
             candidate = Candidate(dp, pp, cp, tp, *more)
-            if problem(candidate, workload, cluster) is None:
+            if why_impossible(candidate, workload, cluster) is None:
                 yield candidate
 
 
-def problem(candidate: Candidate, workload: Workload, cluster: Cluster) -> str | None:
+def why_impossible(
+    candidate: Candidate, workload: Workload, cluster: Cluster
+) -> str | None:
     """Return why a layout is impossible, or why nobody would use it, or None."""
     c, w = candidate, workload
     if c.ranks != cluster.gpus:

@@ -161,8 +161,8 @@ def predict(
 ) -> Prediction:
     """Return what a step takes, keeps and sends in one layout.
 
-    The layout must be possible: see `search.problem`. If pp does not divide the layers,
-    the result is for the ranks with one layer more, which are the slowest.
+    The layout must be possible: see `search.why_impossible`. If pp does not divide
+    the layers, the result is for the ranks with one layer more: the slowest.
     """
     c, w = candidate, workload
     microbatches = w.rows // (c.dp * c.microbatch)

@@ -12,7 +12,7 @@ from refusals import refused
 from ddp_course.planning import step_time
 from ddp_course.planning.accelerators import ACCELERATORS, Cluster
 from ddp_course.planning.anchors import ANCHORS
-from ddp_course.planning.search import candidates, divisors, problem, search
+from ddp_course.planning.search import candidates, divisors, search, why_impossible
 from ddp_course.planning.step_time import Candidate, Software, exposed_sending, predict
 from ddp_course.planning.workload import Workload
 from ddp_course.theory import model_states, pipeline_bubble, step_volume
@@ -147,7 +147,7 @@ def test_every_layout_is_tried():
         m for m in product((1, 2, 4, 8), repeat=4) if m[0] * m[1] * m[2] * m[3] == 8
     ]
     assert meshes == set(axes)
-    assert all(problem(c, GPT, EIGHT) is None for c in found)
+    assert all(why_impossible(c, GPT, EIGHT) is None for c in found)
     assert {c.zero for c in found if c.dp * c.cp == 1} == {0}
 
 
@@ -179,7 +179,7 @@ def test_slow_links_between_nodes_keep_tensor_parallelism_inside():
     ],
 )
 def test_a_layout_that_cannot_be(layout, says):
-    assert says in problem(layout, GPT, EIGHT)
+    assert says in why_impossible(layout, GPT, EIGHT)
 
 
 test_no_layout_at_all_is_refused = refused(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_course.planning.accelerators import ACCELERATORS, Cluster
-from ddp_course.planning.search import problem
+from ddp_course.planning.search import why_impossible
 from ddp_course.planning.step_time import (
     LOGITS,
     MEMORY_REACHED,
@@ -230,9 +230,9 @@ def test_zero_3_gathers_two_blocks_and_the_root():
 def test_heads_are_not_cut():
     odd = replace(GPT, heads=2, rows=96)
     cluster = Cluster(H100, 8, node=8)
-    assert "must divide 2 heads" in problem(Candidate(dp=2, tp=4), odd, cluster)
-    assert "stay in a node" in problem(Candidate(tp=8), GPT, SLOW)
-    assert "must divide half" in problem(
+    assert "must divide 2 heads" in why_impossible(Candidate(dp=2, tp=4), odd, cluster)
+    assert "stay in a node" in why_impossible(Candidate(tp=8), GPT, SLOW)
+    assert "must divide half" in why_impossible(
         Candidate(cp=8), replace(GPT, sequence=8), SLOW
     )
 

@@ -19,7 +19,7 @@ from ddp_course.bench.predict import latency
 from ddp_course.gpt_config import GPTConfig
 from ddp_course.launch import Link, Links, RankError, spawn
 from ddp_course.planning.accelerators import Accelerator, Cluster
-from ddp_course.planning.search import divisors, problem
+from ddp_course.planning.search import divisors, why_impossible
 from ddp_course.planning.step_time import (
     ROOM,
     SUSTAINED,
@@ -77,7 +77,7 @@ def choices(ranks: int) -> Iterator[Candidate]:
             for zero in (0, 1, 3) if dp > 1 else (0,):
                 for rows in divisors(mine) if pp > 1 else [mine]:
                     layout = Candidate(dp, pp, 1, tp, zero, microbatch=rows)
-                    if problem(layout, GPT, cluster) is None:
+                    if why_impossible(layout, GPT, cluster) is None:
                         yield layout
 
 

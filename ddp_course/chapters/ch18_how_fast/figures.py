@@ -10,7 +10,7 @@ from ddp_course.lab.draw.plots import GRID, Drawn, canvas, plot
 from ddp_course.lab.palette import INK, MUTED, PANEL
 from ddp_course.planning.accelerators import ACCELERATORS, GB, Cluster
 from ddp_course.planning.anchors import ANCHORS
-from ddp_course.planning.search import problem
+from ddp_course.planning.search import why_impossible
 from ddp_course.planning.step_time import Candidate, Prediction, predict
 from ddp_course.planning.workload import Workload
 
@@ -35,7 +35,7 @@ def steps(network: float = 50, node: int = 8, gpu: str = "h100") -> Drawing:
     rows = [
         predict(MODEL, cluster, layout)
         for layout in LAYOUTS
-        if problem(layout, MODEL, cluster) is None
+        if why_impossible(layout, MODEL, cluster) is None
     ]
     longest = max(row.seconds for row in rows)
     words = "; ".join(f"{row.candidate}: {row.seconds:.1f} s" for row in rows)
