@@ -77,7 +77,7 @@ def test_a_copy_is_whole_and_its_figures_are_trusted(course):
     record = {learners_copy.RECORD: (mine / learners_copy.RECORD).read_bytes()}
     assert files(mine).keys() == files(course).keys() | record.keys()
     for name in files(course):
-        assert copy.words(mine / name) == copy.words(course / name)
+        assert copy.digest_of(mine / name) == copy.digest_of(course / name)
     notebook = nbformat.read(mine / "notebooks/01_ranks.ipynb", as_version=4)
     assert NotebookNotary().check_signature(notebook)
     assert copy.learners_copy(None) == (mine, results)  # nothing is new
@@ -168,13 +168,13 @@ def test_a_learner_may_break_a_notebook(course):
 
 @pytest.mark.parametrize("wrong", ["outputs count", "always newer", "never newer"])
 def test_planted_copies_that_lose_something_are_caught(course, monkeypatch, wrong):
-    original = copy.words
+    original = copy.digest_of
     planted = {
         "outputs count": lambda path: str(hash(path.read_bytes())),
         "always newer": lambda path: original(path) if course in path.parents else "",
         "never newer": lambda path: path.name,
     }
-    monkeypatch.setattr(copy, "words", planted[wrong])
+    monkeypatch.setattr(copy, "digest_of", planted[wrong])
     with pytest.raises(AssertionError):
         test_what_is_new_comes_and_what_the_learner_wrote_stays(course)
 

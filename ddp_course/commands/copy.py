@@ -52,9 +52,9 @@ def refresh(original: Path, folder: Path) -> list[str]:
     before = dict(record)
     for path in sorted(path for form in COPIED for path in original.glob(form)):
         name = path.relative_to(original).as_posix()
-        target, new = folder / name, words(path)
+        target, new = folder / name, digest_of(path)
         copied, record[name] = record.get(name), new
-        present = words(target) if target.exists() else None
+        present = digest_of(target) if target.exists() else None
         if present == new or (present is not None and present != copied == new):
             continue  # nothing new in the course: keep the learner's file
         if present in (None, copied):
@@ -87,8 +87,8 @@ def left_off(copy: Path) -> Path:
     return next((n for n in notebooks if n.stem in following), notebooks[0])
 
 
-def words(path: Path) -> str:
-    """Return a digest of what an author or learner wrote in a file, without outputs."""
+def digest_of(path: Path) -> str:
+    """Return a digest of a file, or of a notebook's cells without outputs."""
     data = path.read_bytes()
     if path.suffix == ".ipynb":
         try:

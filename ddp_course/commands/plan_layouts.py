@@ -62,7 +62,7 @@ def command(args: Namespace) -> int:
         *best(args, found, workload, cluster),
         *too_large(found),
         NOT_PREDICTED,
-        held_against(),
+        prediction_errors(),
     ):
         console.print(line, markup=False)
     write(
@@ -288,7 +288,7 @@ NOT_PREDICTED = (
 )
 
 
-def held_against() -> str:
+def prediction_errors() -> str:
     """Return how far predictions are from published numbers."""
     errors = [anchor.error for anchor in ANCHORS if not anchor.fitted]
     half = statistics.median(map(abs, errors))
