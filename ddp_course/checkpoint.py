@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ddp_course.failures.async_save import BackgroundWriter
-from ddp_course.kinds import explain_calls
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.saving import (
     CheckpointError,
@@ -239,6 +238,3 @@ def _differences(path: Path, theirs: Mapping, ours: Mapping) -> str:
         f"{path} belongs to a run with other settings ({'; '.join(differ)}); use "
         f"another folder, or the same settings"
     )
-
-
-explain_calls(globals())

@@ -22,8 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from ddp_course.kinds import explain_calls
-
 
 @dataclass(frozen=True, init=False, repr=False)
 class Mesh:
@@ -125,6 +123,3 @@ class Mesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
-
-
-explain_calls(globals())

@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_course.kinds import explain_calls
-
 VOCABULARY = "\n" + "".join(chr(code) for code in range(32, 127))
 MIN_CHARS, MAX_CHARS = 10_000, 1_000_000
 
@@ -174,6 +172,3 @@ def _what_to_do(where: Path, files: int, size: int) -> str:
         f"load_corpus(folder=...) with any folder of *.py files, for example an "
         f"installed package."
     )
-
-
-explain_calls(globals())

@@ -15,7 +15,6 @@ from math import prod
 import torch.distributed as dist
 
 from ddp_course.coordinates import Mesh
-from ddp_course.kinds import explain_calls
 from ddp_course.mechanisms.agreement import agreed
 
 
@@ -94,6 +93,3 @@ def make_groups(mesh: Mesh, *together: tuple[str, ...]) -> Axes:
             if me in ranks:
                 mine[axes if len(axes) > 1 else axes[0]] = group
     return Axes(mesh, me, mine)
-
-
-explain_calls(globals())

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from ddp_course.kinds import explain_calls
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.assembly import (
     full_optimizer_state,
@@ -153,6 +152,3 @@ def _without_wrappers(model: nn.Module) -> nn.Module:
     while not isinstance(model, DividedModule) and hasattr(model, "module"):
         model = model.module
     return model
-
-
-explain_calls(globals())

@@ -34,7 +34,6 @@ from ddp_course.data import load_corpus, shard
 from ddp_course.experts.gpt import build_mixture_gpt
 from ddp_course.failures.notice import Notice
 from ddp_course.gpt_config import GPTConfig, MixtureConfig
-from ddp_course.kinds import explain_calls
 from ddp_course.launch import device
 from ddp_course.launch.torchrun import check_alone
 from ddp_course.mesh import make_groups
@@ -278,6 +277,3 @@ def largest_difference(state_a: dict[str, Tensor], state_b: dict[str, Tensor]) -
             )
         largest.append((a.cpu().double() - b.cpu().double()).abs().max())
     return float(torch.stack(largest).max())
-
-
-explain_calls(globals())

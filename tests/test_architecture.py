@@ -28,7 +28,6 @@ FLOORS = [
         "learners_copy",
         "coordinates",
         "gpt_config",
-        "kinds",
         "ledger",
         "planning",
         "spec",

@@ -42,7 +42,3 @@ from ddp_course.collectives.unrooted import (
     reduce_scatter,
     reduce_scatter_single,
 )
-from ddp_course.kinds import explain_calls
-
-explain_calls(globals())
-del explain_calls  # it is no collective

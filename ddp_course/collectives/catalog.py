@@ -10,7 +10,6 @@ from functools import cache
 
 from ddp_course.collectives import halving_doubling
 from ddp_course.collectives.plan import Plan, Transfer, backwards, chain, make_plan
-from ddp_course.kinds import explain_calls
 
 # ---- with a root ---------------------------------------------------------------------
 
@@ -215,6 +214,3 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "all_reduce, halving-doubling": halving_doubling.halving_doubling_plan,
     "all_reduce, ring": ring_plan,
 }
-
-
-explain_calls(globals())

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ddp_course.kinds import explain_calls
-
 Contributions = tuple[int, ...]  # the ranks whose numbers are in a chunk, sorted
 
 
@@ -198,6 +196,3 @@ def mistakes(plan: Plan) -> list[str]:
                 found = f"rank {rank} ends with {has} in chunk {chunk}"
                 wrong.append(f"{found}; it should have {right}")
     return wrong
-
-
-explain_calls(globals())

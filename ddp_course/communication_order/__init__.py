@@ -37,7 +37,4 @@ from ddp_course.communication_order.schedule import (
 )
 from ddp_course.communication_order.scheduled import ScheduledDataParallel, recorded
 from ddp_course.communication_order.waiting import SleepingStack
-from ddp_course.kinds import explain_calls
 from ddp_course.theory import Layer
-
-explain_calls(globals())

@@ -19,7 +19,6 @@ from ddp_course.communication_order.schedule import (
     follow,
     pieces_of,
 )
-from ddp_course.kinds import explain_calls
 from ddp_course.theory import Layer
 
 MOST = 9  # the most pieces for which all orders are tried
@@ -168,6 +167,3 @@ def _orders(of_layers: Sequence[int]) -> Iterator[tuple[int, ...]]:
         rest.remove(first)
         for others in _orders(rest):
             yield (first, *others)
-
-
-explain_calls(globals())

@@ -33,6 +33,3 @@ from ddp_course.compression.powersgd import PowerSGD
 from ddp_course.compression.sign import Sign
 from ddp_course.compression.sixteen import SixteenBits
 from ddp_course.compression.sparse import RandomK, TopK
-from ddp_course.kinds import explain_calls
-
-explain_calls(globals())

@@ -13,9 +13,3 @@ Read the modules in this order:
     pytorch         PyTorch's own ring attention on the CPU, to compare with
     axis            what `parallelize` calls to divide a model's sequences
 """
-
-from ddp_course.context_parallel import naive, ulysses
-from ddp_course.kinds import explain_calls
-
-for module in (naive, ulysses):
-    explain_calls(vars(module))

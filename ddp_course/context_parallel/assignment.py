@@ -17,8 +17,6 @@ All ranks wait for the slowest. Zigzag: Llama 3 report, section 3.3.2 (Dubey et 
 
 from collections.abc import Sequence
 
-from ddp_course.kinds import explain_calls
-
 ASSIGNMENTS = ("contiguous", "zigzag", "striped")
 Positions = tuple[range, ...]  # one rank's positions, as ranges that do not overlap
 
@@ -77,6 +75,3 @@ def work(assigned: Sequence[Positions]) -> list[int]:
     """Return how many pairs each rank computes over the whole sequence; pure."""
     keys = sorted(p for ranges in assigned for some in ranges for p in some)
     return [sum(pairs(queries, keys) for queries in ranges) for ranges in assigned]
-
-
-explain_calls(globals())

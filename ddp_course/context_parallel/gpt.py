@@ -29,7 +29,6 @@ from ddp_course.context_parallel.checks import SameSequence
 from ddp_course.context_parallel.naive import GatherSequence, gathered_attention
 from ddp_course.context_parallel.ring import Ring
 from ddp_course.context_parallel.ulysses import ulysses_attention
-from ddp_course.kinds import explain_calls
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -220,6 +219,3 @@ def context_parallel(
     ends.loss_fn = DividedLoss(ends.loss_fn, division, check)
     ends.gather_logits = GatheredLogits(ends.gather_logits, division)
     return model
-
-
-explain_calls(globals())

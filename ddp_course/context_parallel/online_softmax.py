@@ -19,8 +19,6 @@ than 1. Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022,
 import torch
 from torch import Tensor
 
-from ddp_course.kinds import explain_calls
-
 
 def merge(
     out1: Tensor, lse1: Tensor, out2: Tensor, lse2: Tensor
@@ -99,6 +97,3 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return the weights of softmax; all 0 for a query that sees no key."""
     lse = lse.masked_fill(lse.isneginf(), 0.0)  # e^(-inf - 0) is 0, and not nan
     return torch.exp(scores - lse[..., None])
-
-
-explain_calls(globals())

@@ -38,7 +38,6 @@ from ddp_course.context_parallel.online_softmax import (
     attend_backward,
     merge,
 )
-from ddp_course.kinds import explain_calls
 from ddp_course.mechanisms.parts import announce
 
 Block = tuple[slice, slice, Tensor | None]  # queries, keys, mask of visible pairs
@@ -200,6 +199,3 @@ class RingAttention(Function):
         _wait(sums_under_way)
         dk, dv = (own if n == 1 else own + sums).squeeze(3).to(k.dtype)
         return dq.flatten(1, 2).to(q.dtype), dk, dv, None
-
-
-explain_calls(globals())

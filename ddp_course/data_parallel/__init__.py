@@ -36,8 +36,5 @@ from ddp_course.data_parallel.recorded import record_naive, record_pytorch
 from ddp_course.data_parallel.sampler import DistributedSampler, Share, shares
 from ddp_course.data_parallel.scatter_gather import part_sizes
 from ddp_course.data_parallel.unused import UnusedParametersError
-from ddp_course.kinds import explain_calls
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.buckets import Bucket, bucket_plan
-
-explain_calls(globals())

@@ -11,9 +11,3 @@ Read the modules in this order:
     gpt        the course's GPT with a mixture in place of each MLP
     axis       what `parallelize` calls to divide a model's experts among ranks of dp
 """
-
-from ddp_course.experts import balance, gathered, naive, segments
-from ddp_course.kinds import explain_calls
-
-for module in (balance, gathered, naive, segments):
-    explain_calls(vars(module))

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ddp_course.experts.segments import Segments
-from ddp_course.kinds import explain_calls
 
 Group = dist.ProcessGroup | None  # None: all ranks
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int], Group], Tensor]
@@ -146,6 +145,3 @@ def dispatched_mixture(
     dispatcher = TokenDispatcher(chosen, num_experts, group, kept, exchange)
     rows = compute(dispatcher.dispatch(x), dispatcher.counts)
     return dispatcher.combine(rows, weights)
-
-
-explain_calls(globals())

@@ -23,7 +23,6 @@ from ddp_course.experts.metered import metered_all_to_all_rows
 from ddp_course.experts.naive import top_k_weights
 from ddp_course.experts.segments import Segments
 from ddp_course.gpt_config import MixtureConfig
-from ddp_course.kinds import explain_calls
 from ddp_course.model import GPT, build_gpt
 
 
@@ -163,6 +162,3 @@ def build_mixture_gpt(config: MixtureConfig, seed: int = 0) -> GPT:
     model.auxiliary = scale
     model.pipeline_parts = (scale,)
     return model
-
-
-explain_calls(globals())

@@ -9,9 +9,3 @@ Read the modules in this order:
     notice       SIGTERM, noted by one rank, agreed by all
     digests      replicas compared by digests; ranks that differ; spikes of the loss
 """
-
-from ddp_course.failures import interval, rates
-from ddp_course.kinds import explain_calls
-
-for module in (interval, rates):
-    explain_calls(vars(module), formulas=True)

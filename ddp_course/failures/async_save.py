@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_course.kinds import explain_calls
-
 
 def write_live(write: Callable[[Any], None], state: Any) -> Thread:
     """Let a thread write the state itself; the file may mix several steps."""
@@ -86,6 +84,3 @@ class BackgroundWriter:
             self.write(*args)
         except BaseException as error:
             self._error = error
-
-
-explain_calls(globals())

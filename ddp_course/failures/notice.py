@@ -18,8 +18,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ddp_course.kinds import explain_calls
-
 
 class Notice:
     """A context in which SIGTERM is noted, and does not end the process.
@@ -77,6 +75,3 @@ class Notice:
         mean, noted_by = average(torch.stack([loss, noted])).tolist()
         self.agreed = noted_by > 0
         return mean
-
-
-explain_calls(globals())

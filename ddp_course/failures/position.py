@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from ddp_course.kinds import explain_calls
-
 
 def epoch_order(length: int, seed: int, epoch: int) -> list[int]:
     """Return 0 to length - 1, shuffled with seed + epoch; the same on every rank."""
@@ -159,6 +157,3 @@ def _check(batch_size: int, rank: int, ranks: int) -> None:
             f"batch_size is {batch_size}; it must be a multiple of {ranks}, the number "
             "of ranks"
         )
-
-
-explain_calls(globals())

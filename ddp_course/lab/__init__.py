@@ -25,7 +25,6 @@ Read the modules in this order:
     widgets     interactive views, each after a static figure
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.lab.answers import tell
 from ddp_course.lab.draw.drawing import Drawing
 from ddp_course.lab.draw.plots import curves, plot_losses, style
@@ -36,5 +35,3 @@ from ddp_course.lab.source import show_diff, show_source
 from ddp_course.lab.widgets import explore, gallery
 
 say_what_is_missing()
-
-explain_calls(globals())

@@ -11,7 +11,6 @@ Read the modules in this order:
 Chapter 14.
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.local_sgd.local import (
     LocalSteps,
     OuterSteps,
@@ -21,5 +20,3 @@ from ddp_course.local_sgd.local import (
 from ddp_course.local_sgd.local_sgd import DiLoCo, LocalSGD, NotAveragedError
 from ddp_course.local_sgd.naive import train_locally
 from ddp_course.local_sgd.simulation import SimulatedTraining, simulate_training
-
-explain_calls(globals())

@@ -12,7 +12,6 @@ Read the modules in this order:
     memory_log  the bytes that are kept over time; `allocations` reports changes
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.ledger import KINDS, Ledger
 from ddp_course.measure.blocks import active_logs, active_meters
 from ddp_course.measure.events import (
@@ -29,5 +28,3 @@ from ddp_course.measure.meter import ByteMeter, Bytes, table
 from ddp_course.measure.pytorch import CollectiveCall, TorchCollectives
 from ddp_course.measure.storages import label
 from ddp_course.measure.system import SystemBytes
-
-explain_calls(globals())

@@ -29,10 +29,6 @@
 Chapters 04 to 13 explain them.
 """
 
-from ddp_course.kinds import explain_calls
-from ddp_course.mechanisms import buckets, placements, recompute, trial
+from ddp_course.mechanisms import trial
 
 trial.watch()  # here, so that no strategy has to call it
-
-for module in (buckets, placements, recompute):
-    explain_calls(vars(module))

@@ -16,7 +16,6 @@ Read the modules in this order:
 Chapter 13.
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.parameter_server.central import Server, ServerGoneError, Worker
 from ddp_course.parameter_server.hogwild import hogwild
 from ddp_course.parameter_server.naive import serve, work
@@ -38,5 +37,3 @@ from ddp_course.parameter_server.rules import (
 )
 from ddp_course.parameter_server.runs import replay, simulate_run
 from ddp_course.parameter_server.sharded import ShardedServer
-
-explain_calls(globals())

@@ -35,8 +35,6 @@ To generate text:
 Chapters 10 and 11.
 """
 
-from ddp_course.kinds import explain_calls
-from ddp_course.pipeline import backward
 from ddp_course.pipeline.by_hand import NaivePipeline
 from ddp_course.pipeline.checker import Proof, check
 from ddp_course.pipeline.clocks import SleepingLayer, bubble
@@ -61,6 +59,3 @@ from ddp_course.pipeline.simulate import SimulatedSchedule, simulate_schedule
 from ddp_course.pipeline.stage_plan import StagePlan, partition, stage_plan
 from ddp_course.pipeline.stages import spine
 from ddp_course.pipeline.virtual_time import VirtualTime
-
-explain_calls(globals())
-explain_calls(vars(backward))

@@ -164,9 +164,9 @@ class MeanLoss:
         return options.get("ignore_index", default)
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, a scalar."""
-        loss, needed = self.loss_fn(output, targets), output.requires_grad
-        if not isinstance(loss, Tensor) or loss.dim() or needed > loss.requires_grad:
+        loss = self.loss_fn(output, targets)
+        usable = isinstance(loss, Tensor) and not loss.dim()
+        if not usable or output.requires_grad and not loss.requires_grad:
             raise ValueError(f"loss_fn returned {loss}; return a scalar, not detached")
         if self.tests:
             self.tests -= 1

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_course.kinds import explain_calls
-
 GB, TERA = 1e9, 1e12
 
 
@@ -122,6 +120,3 @@ class Cluster:
     def delay(self, ranks: int, stride: int = 1) -> float:
         """Return the seconds of latency in a group of `ranks`, `stride` apart."""
         return self.latency if self.inside(ranks, stride) else 2 * self.latency
-
-
-explain_calls(globals())

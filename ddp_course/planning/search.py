@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from ddp_course.kinds import explain_calls
 from ddp_course.planning.accelerators import Cluster
 from ddp_course.planning.step_time import (
     ROOM,
@@ -127,6 +126,3 @@ def divisors(number: int) -> list[int]:
     """Return the whole numbers that divide `number`."""
     low = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return sorted({*low, *(number // i for i in low)})
-
-
-explain_calls(globals())

@@ -20,7 +20,6 @@ import math
 from dataclasses import dataclass
 
 from ddp_course.gpt_config import GPTConfig, check_dense
-from ddp_course.kinds import explain_calls
 
 HEAD = 128  # channels of a head, by default
 ASPECT = 100  # hidden / layers of many published models: GPT-3 128, Llama 3 70B 102
@@ -132,6 +131,3 @@ class Workload:
 def _rounded(number: float) -> int:
     """Return the nearest multiple of 8; below 12, the nearest integer of 1 or more."""
     return 8 * round(number / 8) if number >= 12 else max(1, round(number))
-
-
-explain_calls(globals())

@@ -10,7 +10,6 @@
 Chapter 12.
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.precision.autocast import Autocast
 from ddp_course.precision.formats import FORMATS, Format, bits_of
 from ddp_course.precision.master import MasterWeights
@@ -20,5 +19,3 @@ from ddp_course.precision.naive import (
     NaiveMasterWeights,
 )
 from ddp_course.precision.scaler import GradScaler
-
-explain_calls(globals())

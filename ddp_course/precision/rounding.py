@@ -18,7 +18,6 @@ Gupta et al. 2015, "Deep Learning with Limited Numerical Precision". Chapter 12.
 import torch
 from torch import Tensor
 
-from ddp_course.kinds import explain_calls
 from ddp_course.theory.checks import check_choice
 
 ORDERS = ("one by one", "tree", "ring")
@@ -97,6 +96,3 @@ def sum_in_order(
         odd = rows[-1:] if len(rows) % 2 else []
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=False)] + odd
     return rows[0]
-
-
-explain_calls(globals())

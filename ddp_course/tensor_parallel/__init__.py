@@ -20,7 +20,6 @@ Three rungs, in this order:
 provides whole states and clipping. Chapter 09.
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.tensor_parallel.gpt import TensorParallelGPT, tensor_parallel
 from ddp_course.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -46,5 +45,3 @@ from ddp_course.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-
-explain_calls(globals())

@@ -23,7 +23,6 @@ need to all-reduce 1 MiB in a ring of links like `link`. Read the modules in thi
     checks      checks of the formulas' arguments
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.theory.activations import (
     gpt_activations,
     gpt_peak,
@@ -113,5 +112,3 @@ from ddp_course.theory.tensor_parallel import (
     tensor_parallel_parameters,
     tensor_parallel_volume,
 )
-
-explain_calls(globals(), formulas=True)

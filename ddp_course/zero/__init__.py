@@ -28,9 +28,7 @@ Read the modules in this order:
 Chapters 07 and 08.
 """
 
-from ddp_course.kinds import explain_calls
 from ddp_course.mechanisms.elementwise import NotElementwiseError
-from ddp_course.zero import units
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer, deal
 from ddp_course.zero.offloaded_optimizer import OffloadedOptimizer
 from ddp_course.zero.sharded_gradient_optimizer import ShardedGradientOptimizer
@@ -42,6 +40,3 @@ from ddp_course.zero.stage3_naive import NaiveFullyShardedDataParallel
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
 from ddp_course.zero.unit_storage import ShardedError
 from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-
-explain_calls(globals())
-explain_calls(vars(units))

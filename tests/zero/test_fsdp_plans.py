@@ -146,7 +146,7 @@ def constructions(odd: bool) -> dict:
     calls = of_rank_1 | {
         "*module is a list; it must be*": one([]),
         "*2: units: 'x' is no*": one(units=["x"]),
-        "units is 3; it must be a list of strings or None. ": one(units=3),
+        "*units: 'int' object is not *": one(units=3),
         "*on the meta device*": one(nn.Linear(3, 3, device="meta")),
         "*prefetch is -1; it must be*": one(prefetch=-1),
         "*reshard_after_forward is 2; it can be True, False or None*": one(

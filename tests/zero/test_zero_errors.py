@@ -68,7 +68,7 @@ def constructions(odd: bool) -> dict:
         "*optimizer_class is an object; pass the class Adagrad, and its options*": one(
             of=torch.optim.Adagrad(linear(3, 3))
         ),
-        "optimizer_class is 'AdamW'; it must be a function*": one(of="AdamW"),
+        "*optimizer_class is 'AdamW'*not callable*": one(of="AdamW"),
         "*Invalid learning rate: -1.0*": one(lr=-1.0),
         "*unexpected keyword argument 'nonsense'*": one(nonsense=3),
         "*bucket_cap_mb is 0; it must be*above 0*": one(bucket_cap_mb=0),
