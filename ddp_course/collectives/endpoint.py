@@ -96,7 +96,7 @@ class Endpoint:
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
     ) -> None:
-        """Send and receive several (tensor, peer) at once, and wait for all of them."""
+        """Send and receive several pairs (tensor, peer) at once, and wait for all."""
         for handle in self.start(sends, receives):
             handle.wait()
 
@@ -105,7 +105,7 @@ class Endpoint:
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
     ) -> list[Handle]:
-        """Start to send and receive several (tensor, peer); return their handles.
+        """Start to send and receive several pairs (tensor, peer); return handles.
 
         All messages are one batch: with single calls, two ranks that send to each other
         can wait for each other forever (over NCCL, for messages of any size).

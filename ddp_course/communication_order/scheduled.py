@@ -52,8 +52,8 @@ class ScheduledDataParallel(OrderedDataParallel):
 
     After `finish()`, or when a state is saved or loaded, parameters equal those of
     DistributedDataParallel, bit by bit if the collective adds in the same order
-    wherever a gradient is cut (a ring of three ranks or more does not). Between
-    `backward` and the next forward gradients are being sent: using one raises an error.
+    wherever a gradient is cut (a ring of three ranks or more does not). From `backward`
+    until the next forward, gradients are being sent, and using one raises an error.
     A layer is a module that has parameters of its own; small neighbours are sent
     together, up to a piece, as every message costs time. Any other use of a parameter
     before its layer runs, such as a penalty in the loss, an average of weights or a

@@ -1,6 +1,6 @@
-"""Parts of `Ring` that record its steps, or replace computing by sleep.
+"""Parts of `Ring` that record its steps, or sleep in proportion to their work.
 
-    lane "compute"          op `op`: one step's blocks, with their number of pairs
+    lane "compute"          op `op`: one step's blocks, with their (query, key) pairs
     lane "wait"             op "wait": the next keys and values have not arrived
     lane "communication"    op "send": a message is on a slow line (`spawn(links=...)`)
 

@@ -74,7 +74,7 @@ class _Started:
 
     def is_completed(self) -> bool:
         done = self.work.is_completed()
-        self.note(done)  # an early False is not waiting
+        self.note(done)  # False is no wait
         return done
 
     def note(self, waited_for: bool) -> None:

@@ -85,7 +85,7 @@ def agreed(
     rank = dist.get_rank() if groups else 0
     try:
         found = _along(groups, {rank: (problem, digest)})
-    except DeadlockError as lost:  # another rank waits for this one within its `make`
+    except DeadlockError as lost:  # another rank waits in its own `make`
         raise (error(problem) if problem else lost) from None
     problems = [found[rank][0] for rank in found]
     text = problem

@@ -46,8 +46,8 @@ def layer_activations(
         hidden: h, channels.
         heads: a.
         tp: t, ranks that share each matrix; must divide `heads` and `hidden`.
-        sequence_parallel: the t ranks also divide the tensors between the matrices, by
-            tokens. Without it, each rank keeps these tensors in full.
+        sequence_parallel: whether the t ranks also divide, by tokens, the tensors that
+            lie between the matrices. Without it, each rank keeps these in full.
         fused_attention: with FlashAttention, attention keeps one float32 per token and
             head (the logarithm of the softmax's sum) in place of the scores.
         recompute: "selective" keeps no scores and computes them again; "full" keeps
@@ -103,9 +103,9 @@ def model_activations(
     That is what all layers keep together, plus the larger of two parts that are not
     kept at the same time. The first exists when backward begins: the embedding's
     dropout mask, the inputs of the last LayerNorm and of the output matrix, and the
-    logits in float32, 4 sbv (0 without `vocab`). The second exists later: the
-    activations of one layer that are computed again. Raises ValueError as
-    `layer_activations`. Source: Korthikanti et al. 2022, section 4.3. Chapter 06.
+    logits in float32, 4 sbv. Without `vocab` this part is 0. The second exists later:
+    the activations of one layer that are computed again. Raises ValueError as
+    `layer_activations` does. Source: Korthikanti et al. 2022, section 4.3. Chapter 06.
     """
     options = {"itemsize": itemsize, "dropout": dropout}
     options["fused_attention"] = fused_attention

@@ -332,7 +332,7 @@ def least_bytes(collective: str, world_size: int, nbytes: float) -> float:
 
 
 def crossover(world_size: int, alpha: float, beta: float) -> float:
-    """Return the size in bytes from which a ring is as fast as a double tree.
+    """Return the bytes from which on a ring is at least as fast as a double tree.
 
     `alpha` is in s, `beta` in s per byte. Every closed form of the table is
     m alpha + b S beta. The ring has m = 2(n-1) messages, as many as any, and

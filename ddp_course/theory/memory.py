@@ -33,7 +33,8 @@ class Precision:
     Attributes:
         parameter: bytes of a stored parameter.
         gradient: bytes of a stored gradient.
-        master: bytes of the optimizer's copies of a parameter and its gradient, or 0.
+        master: bytes of the optimizer's own copies: of a parameter, or also of its
+            gradient, or 0.
         state: bytes of each of the optimizer's states.
         gathered: bytes of a parameter that stage 3 gathers.
         reduced: bytes of a gradient that stage 3 reduce-scatters.

@@ -346,8 +346,8 @@ class Freed:
     requires_grad: bool
 
     def __getattr__(self, attribute: str) -> Any:
-        # copy and pickle probe for special methods, which must not raise ShardedError;
-        # PyTorch reads __qualname__ when a parameter is assigned, e.g. to tie weights
+        # copy and pickle probe for special methods: no ShardedError for these. But
+        # PyTorch reads __qualname__ when this is assigned, e.g. to tie weights.
         if attribute.startswith("__") and attribute != "__qualname__":
             raise AttributeError(attribute)
         raise ShardedError(

@@ -1,4 +1,4 @@
-"""Train a model with DDP, copied together from notes and forums. It runs. Chapter 05.
+"""Train a model with DDP, pieced together from notes and forums. It runs. Chapter 05.
 
 torchrun --nproc-per-node 4 copied_script.py
 

@@ -61,7 +61,7 @@ def _now(ops: list) -> float:
 
 
 def _draw_ranks(d: Drawing) -> None:
-    """Draw the four units of all ranks; (0, 0) is the picture's left and top."""
+    """Draw the four units of all ranks; (0, 0) is the top left corner."""
     wide = (PLOT_W - (UNITS - 1) * UNIT_GAP) / UNITS
     for unit, says in enumerate(SAYS):
         x = NAME_W + unit * (wide + UNIT_GAP)

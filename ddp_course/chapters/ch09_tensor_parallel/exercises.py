@@ -121,7 +121,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         uses = [(quarters(r, *x.shape) * (r != 1)).to(x.dtype) * fine for r in range(n)]
         # A strided x has strided gradients.
         uses = [torch.empty_like(source).copy_(use) for use in uses]
-        own = quarters(9, *x.shape).to(x.dtype)  # factors of x beside its copy
+        own = quarters(9, *x.shape).to(x.dtype)  # x itself is multiplied by these
         beside = 1 * b  # a sum passes the same gradient tensor to both its sides
         x_beside = x * own  # before the copies: autograd adds its gradient to theirs
         called: list[int] = []  # calls of the answer, by number, that all-reduced

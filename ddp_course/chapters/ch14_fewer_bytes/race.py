@@ -3,8 +3,8 @@
     python -m ddp_course.chapters.ch14_fewer_bytes.race       (half an hour of a core)
 
 The course's GPT is trained. One process plays four ranks; tests prove that real ranks
-compute the same, so the curves are the same on any machine. They are stored beside this
-file, with the date, the bytes of a step by the formulas of `theory`, and the CPU time
+compute the same, so these are their curves, on a machine of any speed. They are stored
+beside this file, with the date, the bytes of a step by the formulas of `theory`, and the CPU time
 that a step and a compressor took. The time of a step on any link follows, as if nothing
 overlapped:
 

@@ -118,8 +118,8 @@ def in_words(way: str, seen: Exchange) -> str:
     """Describe an observation, and say whether its bytes equal the formula's."""
     volume = dispatch_volume(seen.away, seen.arriving, C, experts=E, ranks=4)
     sent = 2 * 3 * N * ROW if way == "gathered" else volume.backward
-    # A gather also sends the weights, in `other` bytes, and the choices, in twice as
-    # many; backward sends the weights' gradients.
+    # A gather also sends `other` bytes of weights and twice as many of choices, which
+    # are int64; backward sends the weights' gradients.
     other = 3 * N * K * 4 if way == "gathered" else 0
     equal = (seen.forward, seen.backward) == (sent + 3 * other, sent + other)
     return (

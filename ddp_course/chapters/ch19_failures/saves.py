@@ -26,7 +26,7 @@ from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.train import History, train
 
 STEP = 0.15  # seconds
-MOST = 50  # the most steps between two saves, even if the first save takes longer
+MOST = 50  # the most steps between two saves, also if the earlier takes longer
 MODEL = GPTConfig(n_layer=4, d_model=256, n_head=4)  # with Adam's states, 38 MB
 TINY = {
     "batch_size": 6,

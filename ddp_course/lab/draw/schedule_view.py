@@ -95,7 +95,7 @@ def title_of(schedule: Schedule) -> str:
 
 
 def formula_of(schedule: Schedule) -> float:
-    """Return the bubble of one of `theory.PIPELINES`, with F = I = W."""
+    """Return the bubble by the formula of `theory.PIPELINES`, with F = I = W."""
     p, s, m = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
     return float(theory.pipeline_bubble(schedule.name, p, m, s // p))
 
