@@ -65,7 +65,7 @@ def where(dump: str, labels: dict[str, str]) -> str | None:
 
 
 def _unescaped(file: str) -> str:
-    """Undo faulthandler's escapes of other than ASCII characters: \\xe9, \\u65e5, \\U0001f642."""
+    """Undo faulthandler's escapes: it writes \\xe9, \\u65e5, \\U0001f642."""
     return _ESCAPE.sub(lambda found: chr(int(found[found.lastindex], 16)), file)
 
 

@@ -164,6 +164,7 @@ class MeanLoss:
         return options.get("ignore_index", default)
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, a scalar."""
         loss = self.loss_fn(output, targets)
         usable = isinstance(loss, Tensor) and not loss.dim()
         if not usable or output.requires_grad and not loss.requires_grad:
@@ -185,7 +186,6 @@ class MeanLoss:
         self.before = (output, targets) if counted and self.tests else None
 
     def _compare(self, a: Tensor, k: int, b: Tensor, n: int, whole: Tensor) -> None:
-        """Raise ValueError unless `whole` is the mean of k losses `a` and n of `b`."""
         mean = (k * a + n * b) / (k + n)
         tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 1e-2
         if not torch.allclose(whole, mean, tolerance, equal_nan=True):

@@ -34,7 +34,7 @@ class DPStep:
         at_others: names of each other replica's tensors.
         sent: the tensor that is sent, a name in `at_0`.
         way: the direction in which it is sent: "out", "back" or "both".
-        through: parameters and gradients that have passed through replica 0 so far, in S.
+        through: parameters and gradients that went through replica 0 so far, in S.
     """
 
     name: str
@@ -106,9 +106,7 @@ def dp_step(step: int = 0) -> Drawing:
                     both=now.way == "both")  # fmt: skip
     y = TOP + HIGH + 22
     amount = f"{now.through} S" if now.through else "0"
-    words = (
-        f"parameters and gradients that have passed through replica 0 so far: {amount}"
-    )
+    words = f"parameters and gradients that have passed replica 0 so far: {amount}"
     d.text(MARGIN, y, words, size=12, anchor="start", bold=bool(now.through))
     words = "S: the bytes of all parameters. Hatched: what has just been sent."
     d.text(MARGIN, y + 17, words, size=11, anchor="start", fill=MUTED)

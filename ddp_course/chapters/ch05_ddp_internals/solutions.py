@@ -70,7 +70,7 @@ def mini_ddp(
 
 
 def accumulate(ddp: nn.Module, microbatches: list[tuple[Tensor, Tensor]]) -> None:
-    """Add up all microbatches' gradients; average the sum once, in the last backward."""
+    """Add up the microbatches' gradients; average the sum in the last backward."""
     rows = sum(len(x) for x, _ in microbatches)
     for x, y in microbatches[:-1]:
         with ddp.no_sync():  # around forward, too: there DDP decides whether to sync

@@ -4,9 +4,9 @@
 
 The course's GPT is trained. One process plays four ranks; tests prove that real ranks
 compute the same, so these are their curves, on a machine of any speed. They are stored
-beside this file, with the date, the bytes of a step by the formulas of `theory`, and the CPU time
-that a step and a compressor took. The time of a step on any link follows, as if nothing
-overlapped:
+beside this file, with the date, the bytes of a step by the formulas of `theory`, and
+the CPU time that a step and a compressor took. The time of a step on any link follows,
+as if nothing overlapped:
 
     step = computing + encoding + bytes / bandwidth
 """
