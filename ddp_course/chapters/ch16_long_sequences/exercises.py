@@ -38,17 +38,21 @@ def check_my_merge(answer: Answer) -> str:
     """
     hints = {"right": _about_merge}
     same_as(answer, solutions.my_merge, _blocks, cases=80, hints=hints)
-    return "80 pairs of blocks, with lses up to 10,000 and queries that see no key"
+    return (
+        "80 pairs of blocks, with lses from -1e30 to 10,000 and queries that see no key"
+    )
 
 
 def _blocks(d: Draw) -> tuple[Tensor, ...]:
     large = d.case % 2
     dtype = torch.float64 if large else d.same.choice([torch.float32, torch.float64])
-    shape = d.same.choice([(1,), (5,), (2, 3), (2, 3, 4)])
+    shape = d.same.choice([(1,), (5,), (2, 3), (2, 3, 4), (2, 0)])
     random = torch.Generator().manual_seed(d.number)
     outs = [torch.randn(*shape, d.case % 3 + 1, generator=random).to(dtype)
             for _ in range(2)]  # fmt: skip
-    middle, spread = (d.same.choice([-1e4, 0, 1e3, 1e4]), 5.0) if large else (0, 3.0)
+    middle, spread = (
+        (d.same.choice([-1e4, 0, 1e3, 1e4, -1e30]), 5.0) if large else (0, 3.0)
+    )
     if d.case % 4 == 3:  # the queries' lses lie far apart
         middle = 1e4 * (2 * torch.rand(shape, generator=random) - 1)
     lses = [(middle + spread * torch.randn(shape, generator=random)).to(dtype)
@@ -57,6 +61,8 @@ def _blocks(d: Draw) -> tuple[Tensor, ...]:
         for out, lse in zip(outs, lses, strict=True):
             blind = torch.rand(shape, generator=random) < 0.4
             lse[blind], out[blind] = -INF, 0.0
+    if d.case % 5 == 2:  # not contiguous
+        outs = [out.mT.contiguous().mT for out in outs]
     return outs[0], lses[0], outs[1], lses[1]
 
 
@@ -105,7 +111,8 @@ def check_my_zigzag(answer: Answer) -> str:
     return "60 sequences, most of which cannot be divided equally"
 
 
-SEQUENCES = ((8, 2), (16, 4), (6, 1), (7, 2), (10, 4), (3, 4))
+SEQUENCES = ((8, 2), (16, 4), (6, 1), (7, 2), (10, 4), (3, 4), (0, 3), (70_001, 4))
+SEQUENCES += ((999, 300),)
 
 
 def _sequence(d: Draw) -> tuple[int, int]:
@@ -179,12 +186,12 @@ def check_my_ring(answer: Answer) -> str:
     the next keys and values. Start from an output of 0 with an lse of minus infinity:
     it has seen no key yet.
     """
-    for ranks in (3, 1, 2, 4, 5):
+    for ranks in (3, 1, 2, 4, 5, 9):
         for rank in range(ranks):
             _judge_ring(answer, ranks, rank)
     judge_ranks(REAL, _on_real_ranks, answer, worlds=(3,))
     return (
-        "rings of 1 to 5 ranks, and three real ones; no rank waits before it computes"
+        "rings of 1 to 9 ranks, and three real ones; no rank waits before it computes"
     )
 
 
@@ -200,11 +207,16 @@ def _whole(ranks: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def _as_heads(x: Tensor) -> Tensor:
+    """Return a copy in the layout of heads cut from rows: not contiguous."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
     q, k, v = _whole(ranks, ranks)
     parts = list(zip(k.chunk(ranks, 2), v.chunk(ranks, 2), strict=True))
     mine, seen = q.chunk(ranks, 2)[rank], _Neighbours(parts, rank)
-    own = [x.clone() for x in (mine, *parts[rank])]
+    own = [_as_heads(x) for x in (mine, *parts[rank])]
     out = answer(*own, ranks, seen.attend, seen.pass_on)
     where = f"With {ranks} rank{'s' * (ranks > 1)}, rank {rank}"
     called = f"{where} called {', '.join(seen.log) or 'nothing'}"
@@ -356,6 +368,10 @@ def _of_any_shape(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return x.sin() * y.cos() + z.square().sum()
 
 
+def _of_any_number(*tensors: Tensor) -> Tensor:
+    return sum((k + 1) * x.sin().sum() for k, x in enumerate(tensors))
+
+
 def _of_length_one(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return numbers with the sum of squares 1, whatever the tensors are."""
     sums = x + y.sin() * z
@@ -384,6 +400,8 @@ SPECIAL = (
     ("a vector of length 1", _of_length_one, ((2, 3),) * 3, 1, "half of"),
     ("very unequal gradients", _unequal, ((2, 3),) * 3, 2, "half of"),
     ("very unequal gradients", _unequal, ((2, 3),) * 3, 1, "NaN for"),
+    ("a function of one tensor", _of_any_number, ((2, 3),), 0, "half of"),
+    ("a function of five", _of_any_number, ((2, 3),) * 5, 4, "half of"),
     ("a function at 0", _unequal, ((2, 3),) * 3, 0, "half of"),
 )
 
@@ -413,7 +431,7 @@ def check_my_gradient_check(answer: Answer) -> str:
         )
     _expect_no_traces(answer)
     return (
-        f"{60 + len(SPECIAL)} functions of three tensors, some of them empty, "
+        f"{60 + len(SPECIAL)} functions of one to five tensors, some of them empty, "
         "transposed or zero, with eleven kinds of wrong gradients"
     )
 

@@ -34,11 +34,13 @@ def check_my_kept(answer: Answer) -> str:
 
 def _choices(d: Draw) -> tuple[Tensor, int, int]:
     many = d.case == 9  # queues so long that float16 cannot count their places
-    num_experts = 4 if many else d.same.choice([4, 5, 8])
+    num_experts = 4 if many else d.same.choice([4, 5, 8, 300])
     k, tokens = d.same.randint(1, 3), d.same.choice([1, 2, 5, 9, 0, 600])
     k, tokens = (2, 5000) if many else (k, tokens)
-    hot = [d.same.sample(range(num_experts - d.case % 2), k) for _ in range(tokens)]
+    hot = [d.own.sample(range(num_experts - d.case % 2), k) for _ in range(tokens)]
     chosen = torch.tensor(hot, dtype=torch.int64).view(tokens, k)
+    if d.case % 4 == 1:  # not contiguous
+        chosen = chosen.T.contiguous().T
     return chosen, num_experts, 2100 if many else d.same.randint(0, 4)
 
 
@@ -88,7 +90,9 @@ _SENT = "wrote {written:,} bytes; {needed:,} are enough: a row goes to one rank 
 
 def _rows(d: Draw) -> tuple[Tensor, Tensor, int]:
     num_experts, channels = d.n * d.same.randint(1, 3), d.same.choice([8, 33])
-    size = 0 if d.rank == d.zeros_on else d.own.randint(300, 600)
+    sizes = Draw(d.case, d.rank, d.n).own  # the same ones again, with other rows
+    least = 30_000 if d.case == 3 else 300  # counts beyond float16 and int16
+    size = 0 if d.rank == d.zeros_on else sizes.randint(least, 2 * least)
     dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
     random = torch.Generator().manual_seed(10 * d.number + d.rank)
     rows = torch.randn(size, channels, generator=random).to(dtype)
@@ -157,13 +161,16 @@ def _with_gradient(function: Callable, scores: Tensor, chosen: Tensor) -> Any:
 
 def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     num_experts, k = d.same.choice([4, 7]), d.same.randint(1, 3)
-    size = 0 if d.rank == d.zeros_on and d.n > 1 else d.own.randint(2, 40)
+    sizes = Draw(d.case, d.rank, d.n).own  # the same ones again, with other scores
+    size = 0 if d.rank == d.zeros_on and d.n > 1 else sizes.randint(2, 40)
     if d.case == 1:  # more choices than float16 can count
-        size = d.own.randint(9000, 9999)
+        size = sizes.randint(9000, 9999)
     dtype = torch.float64 if d.case % 3 == 2 else torch.float32
     random = torch.Generator().manual_seed(10 * d.number + d.rank)
     scores = torch.randn(size, num_experts, generator=random).to(dtype)
     scores += d.rank * torch.arange(num_experts)  # ranks prefer different experts
+    if d.case % 4 == 3:  # exponentials of these overflow
+        scores *= 100
     bias = 2 * torch.randn(num_experts, generator=random)  # not the best are chosen
     if d.case % 2:
         bias[-1] = -100  # no rank chooses the last expert

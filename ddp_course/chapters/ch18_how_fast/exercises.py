@@ -32,8 +32,8 @@ def check_my_flops(answer: Answer) -> str:
 
 def _model(d: Draw) -> tuple[int, int, int, int, bool]:
     r = d.same
-    shape = r.randint(1, 126), 64 * r.randint(1, 99), r.randint(50, 99_999)
-    return *shape, r.choice([64, 2048, 131_072]), d.case % 2 == 1
+    shape = r.randint(1, 126), r.randint(1, 9999), r.randint(50, 99_999)
+    return *shape, r.choice([1, 63, 2048, 131_072]), d.case % 2 == 1
 
 
 def _about_flops(case: Case) -> str:
@@ -74,7 +74,7 @@ def check_my_exposed(answer: Answer) -> str:
     """
     hints = {"fits": _about_exposed, "right": _about_exposed}
     same_as(answer, solutions.my_exposed, _events, cases=60, hints=hints)
-    return "60 traces, with events that overlap, touch, and contain each other"
+    return "60 traces of up to 1,500 events that overlap, touch, and contain each other"
 
 
 EASY = (
@@ -92,17 +92,17 @@ CLOCKS = 0, 0, -500, 100_000
 def _events(d: Draw) -> tuple[list[tuple[float, float, str]]]:
     if d.case < len(EASY):
         return ([*EASY[d.case]],)
-    # some traces have times of a fraction of a millisecond, to refuse rounded answers
-    return (_spans(d, 4096 if d.case % 3 == 2 else 4),)
+    return (_spans(d, (4, 4096, 2**20)[d.case % 3]),)
 
 
 def _spans(d: Draw, ticks: int) -> list[tuple[float, float, str]]:
     """Return events whose times are multiples of 1 / ticks."""
     found, zero = [], CLOCKS[d.case % 4]
-    for _ in range(d.same.randint(0, 12)):
-        start = d.same.randint(0, 40)
-        end = start + d.same.randint(1, 20)
-        kind = d.same.choice(["compute", "communication"])
+    many = d.case == 50
+    for _ in range(1500 if many else d.same.randint(0, 12)):
+        start = d.own.randint(0, 40_000 if many else 40)
+        end = start + d.own.randint(1, 20)
+        kind = d.own.choice(["compute", "communication"])
         found.append((zero + start / ticks, zero + end / ticks, kind))
     return found
 
@@ -147,7 +147,7 @@ def check_my_straggler(answer: Answer) -> str:
     """
     hints = {"fits": _about_straggler, "right": _about_straggler}
     same_as(answer, solutions.my_straggler, _starts, cases=60, hints=hints)
-    return "60 steps of 2 to 8 ranks"
+    return "60 steps of 2 to 300 ranks, with up to 1,500 collectives"
 
 
 def _starts(d: Draw) -> tuple[list[list[float]]]:
@@ -163,7 +163,10 @@ def _starts(d: Draw) -> tuple[list[list[float]]]:
 def _late_ranks(d: Draw) -> list[list[float]]:
     r = d.same
     ranks, collectives = r.randint(2, 8), r.randint(1, 6)
-    late = r.randrange(ranks)
+    if d.case == 50:
+        ranks, collectives = 300, 1500
+    r = d.own
+    late = ranks - 1 if d.case == 50 else r.randrange(ranks)
     zero = CLOCKS[d.case % 4]
     rows = []
     for k in range(collectives):
@@ -220,8 +223,8 @@ def check_my_gaps(answer: Answer) -> str:
     hints = {"fits": _about_gaps, "right": _about_gaps}
     same_as(answer, solutions.my_gaps, _a_step, cases=60, hints=hints)
     return (
-        "60 steps, with gaps at their ends, events that contain each other, and events "
-        "of other steps"
+        "60 steps of up to 1,500 events, with gaps at their ends, and with "
+        "events that contain each other, or belong to other steps"
     )
 
 
@@ -327,8 +330,10 @@ def _step(d: Draw) -> tuple[float, float, float, int, int, int]:
     forward = r.randint(1, 16) / 8
     backward = r.choice([1, 2, 3]) * forward
     bucket = r.choice([0.0, 0.25, 0.5, 1.0, 1.5, 4.0]) * backward
-    pp = 1 if d.case < 3 else r.choice([1, 2, 4, 8])
-    return forward, backward, bucket, r.randint(1, 12), pp, r.randint(1, 16)
+    pp = 1 if d.case < 3 else r.choice([1, 2, 3, 4, 6, 8])
+    large = 100 if d.case == 50 else 1
+    layers, m = large * r.randint(1, 12), large * r.randint(1, 16)
+    return forward, backward, bucket, layers, pp, m
 
 
 def _about_step(case: Case) -> str:

@@ -99,8 +99,14 @@ def _position(d: Draw) -> tuple[list[int], int, int, int, int, int]:
     old, ranks = r.randint(1, 6), r.randint(1, 6)
     batch = ranks * r.randint(1, 4)
     seen = r.randint(0, 7)
-    length = seen * old + r.choice([0, 1, batch, r.randint(0, 6 * batch)])
-    order = r.sample(range(10 * length), length)
+    if d.case == 50:  # many batches
+        batch, seen = ranks, 5000
+    length = (
+        seen * old
+        + (2000 * batch if d.case == 50 else 0)
+        + r.choice([0, 1, batch, r.randint(0, 6 * batch)])
+    )
+    order = d.own.sample(range(10 * length), length)
     return order, seen, old, batch, r.randrange(ranks), ranks
 
 
@@ -161,14 +167,18 @@ def check_my_suspect(answer: Answer) -> str:
     """
     hints = {"fits": _about_suspect, "right": _about_suspect}
     same_as(answer, solutions.my_suspect, _digests, cases=80, hints=hints)
-    return "80 training runs of 2 to 8 ranks"
+    return "80 training runs of 2 to 300 ranks, with up to 2,000 comparisons"
 
 
 def _digests(d: Draw) -> tuple[list[list[int]]]:
     """Draw the digests of all ranks in each comparison; some ranks become wrong."""
     r = d.same
     ranks, rows = r.choice([2, 3, 3, 4, 5, 6, 8]), r.randint(1, 6)
-    wrong = r.sample(range(ranks), r.choice([0, 1, 1, 1, 2, ranks // 2, ranks - 1]))
+    if d.case in (50, 51):
+        ranks, rows = (300, 2) if d.case == 50 else (3, 2000)
+    r = d.own
+    number = r.choice([0, 1, 1, 1, 2, ranks // 2, ranks - 1])
+    wrong = r.sample(range(ranks), 20 if d.case == 50 else number)
     since = {rank: r.randrange(rows) for rank in wrong}
     if d.case % 2:  # all become wrong in the same comparison
         since = dict.fromkeys(wrong, r.randrange(rows))
@@ -186,7 +196,7 @@ def _digests(d: Draw) -> tuple[list[list[int]]]:
 
 def _another(r: Random, right: int) -> int:
     """Draw a wrong digest; some differ from the right one in one bit, or in sign."""
-    return r.choice([r.randrange(-(2**63), 2**63), right ^ 1, right ^ 2**62, -right])
+    return r.choice([r.randrange(-(2**63), 2**63), right ^ 1, right ^ 2**62, -right, 0])
 
 
 def _about_suspect(case: Case) -> str:
@@ -246,6 +256,7 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
     """Draw the calls and places of ranks after some good steps and one that hangs."""
     r, cause = d.same, CAUSES[d.case % 4]
     world = tuple(range(r.randint(4, 8)))
+    r = d.own
     part = tuple(sorted(r.sample(world, r.randint(3, len(world) - 1))))
     calls: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in world]
 

@@ -47,6 +47,12 @@ ANSWERS = answers(
         total = (e1 + e2).masked_fill(e1 + e2 == 0, 1)[..., None]
         out = (e1[..., None] * out1 + e2[..., None] * out2) / total
         return out, most + (e1 + e2).log()
+    outputs_as_one_row: view size is not compatible
+        share1 * out1 => share1 * out1.view(-1).view(out1.shape)
+    a_billion_for_infinity: gave the lse
+        lse = torch.logaddexp(lse1, lse2)
+        => lse = torch.logaddexp(lse1.clamp(min=-1e9), lse2.clamp(min=-1e9))
+        => lse = lse.masked_fill(lse1.isneginf() & lse2.isneginf(), -torch.inf)
     the_output_alone: expected a list of 2
         share2 * out2, lse => share2 * out2
     in_place: changed `out1`
@@ -84,6 +90,11 @@ ANSWERS = answers(
         chunks[2 * ranks - 1 - rank] => chunks[rank]
     a_thousand_positions: no rank has position 1000
         min((k + 1) * size, length) => min((k + 1) * size, length, 1000)
+    positions_of_16_bits: no rank has position 32768
+        return [chunks[rank] + chunks[2 * ranks - 1 - rank] for rank in range(ranks)]
+        => each = [np.array(chunk, dtype=np.int64).astype(np.int16) for chunk in chunks]
+        => both = zip(each[:ranks], each[: ranks - 1 : -1], strict=True)
+        => return [np.concatenate(pair).tolist() for pair in both]
     with_gaps_as_none: a list of positions for each rank
         return [chunks[rank] + chunks[2 * ranks - 1 - rank] for rank in range(ranks)]
         => return [[None] for rank in range(ranks)]
@@ -123,6 +134,10 @@ ANSWERS = answers(
     passes_on_afterwards: Begin to pass on
         handle = None if last else pass_on(k, v) => handle = None
         k, v = handle.wait() => k, v = pass_on(k, v).wait()
+    keys_as_one_row: view size is not compatible
+        pass_on(k, v) => pass_on(k.view(-1).view(k.shape), v)
+    rings_of_five: Each part has to be passed on
+        for step in range(ranks) => for step in range(min(ranks, 5))
     once_too_often: Each part has to be passed on
         None if last else pass_on(k, v) => pass_on(k, v)
     its_own_part_alone: Each part has to be passed on
@@ -207,6 +222,8 @@ ANSWERS = answers(
     by_steps_that_are_too_large: returned
         (1e-5, -1e-5) => (1.0, -1.0)
         2e-5 => 2.0
+    three_of_all: For a function of five
+        enumerate(inputs) => enumerate(inputs[:3])
     the_first_one_only: expected `[True, True, True]`
         return verdicts => return verdicts[:1]
     asks_autograd_itself: returned

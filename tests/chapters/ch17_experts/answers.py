@@ -11,6 +11,8 @@ from ddp_course.chapters.ch17_experts import solutions
 from ddp_course.experts.balance import auxiliary_loss, within_capacity
 from ddp_course.experts.dispatch import TokenDispatcher
 
+KEPT = {}
+
 ANSWERS = answers(
     solutions,
     globals(),
@@ -50,6 +52,14 @@ ANSWERS = answers(
         one_hot = torch.nn.functional.one_hot(queue, num_experts)
         place = (one_hot.to(torch.float16).cumsum(0) * one_hot).sum(-1)
         return (place <= limit).view(chosen.T.shape).T
+    remembered_by_shape: Called again
+        key = chosen.shape, num_experts, limit
+        return KEPT.setdefault(key, solutions.my_kept(chosen, num_experts, limit))
+    experts_of_8_bits: choices have a place
+        chosen[:, choice].tolist() => (chosen[:, choice] % 256).tolist()
+    choices_as_one_row: view size is not compatible
+        torch.zeros_like(chosen, dtype=torch.bool)
+        => torch.zeros_like(chosen.view(-1), dtype=torch.bool).view(chosen.shape)
     places_in_8_bits: the limit is
         queue = chosen.T.flatten()
         one_hot = torch.nn.functional.one_hot(queue, num_experts)
@@ -84,6 +94,8 @@ ANSWERS = answers(
         rows[expert.argsort(stable=True)] => rows
     its_own_counts: returned the counts
         from_each.sum(0).tolist() => to_each.sum(0).tolist()
+    counts_in_16_bits: returned the counts
+        from_each.sum(0).tolist() => from_each.half().sum(0).long().tolist()
     counts_by_rank: returned the counts
         from_each.sum(0).tolist() => from_each.sum(1).tolist()
     gathers_everything: a row goes to one rank only
@@ -141,6 +153,9 @@ ANSWERS = answers(
     own_number_of_tokens: of all ranks
         means = scores.softmax(-1).sum(0) / tokens
         => means = scores.softmax(-1).sum(0) / max(len(scores), 1)
+    exponentials_by_hand: of all ranks
+        scores.softmax(-1).sum(0)
+        => (scores.exp() / scores.exp().sum(-1, keepdim=True)).sum(0)
     without_k: of all ranks
         counts.sum() / chosen.shape[1] => counts.sum()
     without_e: of all ranks

@@ -8,6 +8,8 @@ from slips import answers
 
 from ddp_course.chapters.ch18_how_fast import capstone, solutions
 
+KEPT = {}
+
 ANSWERS = answers(
     solutions,
     globals(),
@@ -43,6 +45,10 @@ ANSWERS = answers(
         => str((3 + recompute) * layers * layer + 3 * head)
     """,
     my_exposed="""
+    remembered_by_number: only computing hides
+        return KEPT.setdefault(len(events), solutions.my_exposed(events))
+    nothing_below_a_tenth_of_a_ms: only computing hides
+        exposed += at - before => exposed += at - before if at - before > 1e-4 else 0
     exposed_by_pieces:
         times = sorted({t for start, end, _ in events for t in (start, end)})
         total = 0.0
@@ -116,6 +122,8 @@ ANSWERS = answers(
         return sum(b - a for a, b in sent) - hidden
     """,
     my_straggler="""
+    one_of_64: for `
+        range(len(cost)) => range(min(64, len(cost)))
     straggler_by_numpy:
         times = np.sort(np.array(starts), axis=1)
         last = np.argmax(np.array(starts), axis=1)
@@ -271,6 +279,8 @@ ANSWERS = answers(
         best.candidate, best => str(best.candidate), best
     """,
     my_step_time="""
+    powers_of_two: returned
+        (m + pp - 1) => (m + (1 << (pp - 1).bit_length()) - 1)
     step_by_a_queue:
         clock = (m + pp - 2) * layers * (forward + backward) + layers * forward
         sent = 0.0

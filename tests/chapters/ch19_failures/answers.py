@@ -65,6 +65,12 @@ ANSWERS = answers(
         return math.inf
     """,
     my_rows="""
+    batch_by_batch: maximum recursion depth exceeded
+        rest, part = order[seen * old_ranks :], batch // ranks
+        if len(rest) < batch:
+            return []
+        mine = rest[rank * part : (rank + 1) * part]
+        return [mine, *my_rows(rest[batch:], 0, old_ranks, batch, rank, ranks)]
     rows_by_queues:
         left, mine = order[seen * old_ranks :], []
         while len(left) >= batch:
@@ -120,6 +126,13 @@ ANSWERS = answers(
         order[first : first + rows] => [*range(first, first + rows)]
     """,
     my_suspect="""
+    votes_of_8_bits: so the others are wrong
+        2 * votes <= len(row) => 2 * (votes % 256) <= len(row)
+    comparison_by_comparison: maximum recursion depth exceeded
+        if digests and len({*digests[0]}) == 1:
+            ranks, k = my_suspect(digests[1:])
+            return ranks, k if k is None else k + 1
+        return solutions.my_suspect(digests)
     suspect_by_counting:
         for k, row in enumerate(digests):
             if all(own == row[0] for own in row):
