@@ -55,7 +55,7 @@ ANSWERS = answers(
     remembered_by_shape: Called again
         key = chosen.shape, num_experts, limit
         return KEPT.setdefault(key, solutions.my_kept(chosen, num_experts, limit))
-    experts_of_8_bits: choices have a place
+    experts_of_8_bits: there is room for
         chosen[:, choice].tolist() => (chosen[:, choice] % 256).tolist()
     choices_as_one_row: view size is not compatible
         torch.zeros_like(chosen, dtype=torch.bool)
