@@ -141,7 +141,7 @@ class LiveBucket:
     sent: bool = False  # sent, and not yet waited for
     work: Any = None  # the handle to wait for
 
-    def lie_in(self, flat: Tensor) -> None:
+    def use_memory(self, flat: Tensor) -> None:
         """Use `flat`, of `plan.numel` elements or more, as the bucket's memory."""
         self.flat = flat
         for slot in self.slots:

@@ -61,7 +61,7 @@ class BucketReducer:
         """Allocate the memory of a bucket that the engine has just added."""
         plan = bucket.plan
         flat = self.empty(plan.numel, dtype=plan.dtype, device=plan.device)
-        bucket.lie_in(flat.zero_())
+        bucket.use_memory(flat.zero_())
 
     def pass_begins(self, engine: Engine) -> None:
         """Prepare for a backward pass that is to be averaged."""

@@ -119,16 +119,20 @@ class Server:
             while (kind := self.listen(worker, envelope)) != LEAVE:
                 if kind == PUSH:
                     self.receive_gradient(worker)
-                    self.do(self.push, worker)
+                    self.run_locked(self.push, worker)
                 else:
                     differs = envelope[2] != self.form
-                    answer = (DIFFERS, 0, 0) if differs else self.do(self.pull, worker)
+                    answer = (
+                        (DIFFERS, 0, 0)
+                        if differs
+                        else self.run_locked(self.pull, worker)
+                    )
                     self.envelopes.send(torch.tensor(answer), worker).wait()
                     if answer[0] == PULL:
                         self.send_weights(worker)
-            self.do(self.book.remove, worker)
+            self.run_locked(self.book.remove, worker)
         except RuntimeError:  # the worker's connection is closed
-            self.do(self.lose, worker)
+            self.run_locked(self.lose, worker)
 
     def listen(self, worker: int, envelope: Tensor) -> int:
         """Receive a request; return its kind."""
@@ -143,10 +147,10 @@ class Server:
         """Send the copy of the weights to a worker."""
         self.endpoint.send(self.leaving[worker], worker).wait()
 
-    def do(self, act: Callable[[int], Any], worker: int) -> Any:
+    def run_locked(self, act: Callable[[int], Any], worker: int) -> Any:
         """Call `act(worker)` with the lock held; step if the rule allows it; notify.
 
-        Every request of a worker is such an act.
+        Every request of a worker runs here.
         """
         with self.changed:
             self.heard[worker] = math.inf  # the worker waits for us: it is not silent
@@ -216,7 +220,7 @@ class Server:
         latest = time.monotonic() - self.patience
         for worker in [*self.book.clock, *self.book.missing]:
             if self.heard[worker] < latest:
-                self.do(self.lose, worker)
+                self.run_locked(self.lose, worker)
 
 
 class Worker:

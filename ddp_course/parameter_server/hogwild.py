@@ -43,5 +43,5 @@ def hogwild(
         if dist.get_rank() == first:
             weights.copy_(row.weights)
         dist.barrier(group)  # all have opened rank 0's file before its name is removed
-    row.lie_in(weights, row.gradient)
+    row.use_memory(weights, row.gradient)
     return weights

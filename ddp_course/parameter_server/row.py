@@ -50,7 +50,7 @@ class ParameterRow:
         weights, gradient = torch.zeros(2, numel, dtype=dtype)
         for parameter, view in self._places(weights):
             view.copy_(parameter.detach())
-        self.lie_in(weights, gradient)
+        self.use_memory(weights, gradient)
 
     def _places(self, row: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield each parameter and its part of a row."""
@@ -59,7 +59,7 @@ class ParameterRow:
             yield parameter, row[end : end + parameter.numel()].view(parameter.shape)
             end += parameter.numel()
 
-    def lie_in(self, weights: Tensor, gradient: Tensor) -> None:
+    def use_memory(self, weights: Tensor, gradient: Tensor) -> None:
         """Place the parameters and their gradients in these two rows, as views."""
         self.weights, self.gradient = weights, gradient
         for parameter, view in self._places(weights):

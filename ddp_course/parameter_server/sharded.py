@@ -102,7 +102,7 @@ class ShardedServer:
         """Get all shards of the weights."""
         for worker in self.others:
             worker.ask(PULL)
-        self.server.do(self.server.pull, self.rank)
+        self.server.run_locked(self.server.pull, self.rank)
         self.own.weights.copy_(self.server.leaving[self.rank])
         for worker in self.others:
             worker.receive_weights()
@@ -114,13 +114,13 @@ class ShardedServer:
         for worker in self.others:
             worker.push()
         self.server.arrived[self.rank].copy_(self.own.gradient)
-        self.server.do(self.server.push, self.rank)
+        self.server.run_locked(self.server.push, self.rank)
 
     def leave(self) -> Record:
         """Serve until all workers have left; return the record of this rank's shard."""
         for worker in self.others:
             worker.leave()
-        self.server.do(self.server.book.remove, self.rank)
+        self.server.run_locked(self.server.book.remove, self.rank)
         self.serving.join()
         if self.server.error is not None:
             raise self.server.error

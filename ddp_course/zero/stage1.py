@@ -226,7 +226,7 @@ class ReduceScatterBuckets(BucketReducer):
 
     def added(self, engine: Engine, bucket: LiveBucket) -> None:
         """Allocate a bucket's memory, which lasts as long as the optimizer."""
-        bucket.lie_in(bucket.plan.zeros())
+        bucket.use_memory(bucket.plan.zeros())
         announce(self.parts, "bucket_added", engine, bucket)
 
     def pass_begins(self, engine: Engine) -> None:

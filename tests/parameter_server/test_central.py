@@ -214,9 +214,10 @@ def test_gradients_are_collected_wherever_they_lie():
 def test_who_waits_for_the_server_is_not_silent():
     server = SimpleNamespace(changed=threading.Condition(), heard={1: 0.0}, error=None)
     server.book, server.lose = Book(ASYNCHRONOUS, [1]), None
-    assert Server.do(server, lambda worker: server.heard[worker], 1) == math.inf
+    assert Server.run_locked(server, lambda worker: server.heard[worker], 1) == math.inf
     assert 0 < server.heard[1] < math.inf
-    server.do, server.lose = partial(Server.do, server), partial(Server.lose, server)
+    server.run_locked = partial(Server.run_locked, server)
+    server.lose = partial(Server.lose, server)
     server.book, server.heard[2] = Book(ASYNCHRONOUS, [1, 2]), 0.0  # it never came
     server.book.join(1)
     server.patience = 60.0
@@ -227,7 +228,7 @@ def test_who_waits_for_the_server_is_not_silent():
     server.book.push(1)  # it waits for a step, and that fails
     server.error = RuntimeError("of the optimizer")
     with pytest.raises(RuntimeError, match="of the optimizer"):
-        server.do(partial(Server.pull, server), 1)
+        server.run_locked(partial(Server.pull, server), 1)
 
 
 test_parameters_that_make_no_row_are_refused = refused(
