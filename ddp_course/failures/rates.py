@@ -68,9 +68,9 @@ def mean_time(one: float, devices: int) -> float:
     return one / devices
 
 
-def chance(seconds: float, one: float, devices: int) -> float:
-    """Return the probability that one of the devices fails within this time."""
-    return -math.expm1(-seconds / mean_time(one, devices))
+def failure_probability(time: float, one: float, devices: int) -> float:
+    """Return the probability that one of the devices fails within `time`."""
+    return -math.expm1(-time / mean_time(one, devices))
 
 
 def first_failure(devices: int, one: float, dice: Random) -> float:

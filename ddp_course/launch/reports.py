@@ -99,7 +99,7 @@ class CannotSendError(LaunchError, TypeError):
     """A function, argument or result that cannot be sent between processes."""
 
 
-class Story(BaseException):
+class ExceptionWithReports(BaseException):
     """An exception that shows what every rank did.
 
     `rank` is the rank that caused it (None if unknown), `headline` says in one line
@@ -132,7 +132,7 @@ class Story(BaseException):
         return [f"{RED}{type(self).__name__}{PLAIN}: {self}", *self.story.split("\n")]
 
 
-class RankError(Story, LaunchError, RuntimeError):
+class RankError(ExceptionWithReports, LaunchError, RuntimeError):
     """A rank failed and ended the launch."""
 
 
@@ -140,7 +140,7 @@ class RankTimeout(RankError, TimeoutError):
     """The launch did not end before its deadline; `reports` say where each rank was."""
 
 
-class RankInterrupted(Story, KeyboardInterrupt):
+class RankInterrupted(ExceptionWithReports, KeyboardInterrupt):
     """The user stopped the launch (Jupyter's stop button, Ctrl-C); not an Exception."""
 
 
