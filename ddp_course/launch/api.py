@@ -97,7 +97,7 @@ def spawn(
     rank_reports = Launch(job).run()
     if not check:
         return rank_reports
-    error = reports.failure(rank_reports, job.may_fail) or reports.late(
+    error = reports.failure(rank_reports, job.may_fail) or reports.timeout_error(
         rank_reports, job.timeout
     )
     if error is not None:

@@ -78,7 +78,7 @@ class Launch:
             for report in rank_reports:
                 report.calls = calls.read_calls(Path(notes.path), report.rank)
         if self.stopped:
-            raise reports.stopped(rank_reports)
+            raise reports.interrupt_error(rank_reports)
         return rank_reports
 
     @contextlib.contextmanager

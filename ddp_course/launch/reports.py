@@ -174,7 +174,9 @@ def failure(
     """Return the exception for the failure of a rank, or None if no rank failed."""
     if (first := cause(reports, may_fail)) is None:
         return None
-    if (first.lost_a_peer or MISMATCH in first.error) and (calls := unequal(reports)):
+    if (first.lost_a_peer or MISMATCH in first.error) and (
+        calls := describe_mismatch(reports)
+    ):
         return RankError(calls, reports)
     left = [report.rank for report in reports if report.status == "ok"]
     if first.lost_a_peer and left:
@@ -183,18 +185,18 @@ def failure(
     return RankError(f"rank {first.rank}: {first.headline}", reports, first.rank)
 
 
-def late(reports: list[RankReport], timeout: float) -> RankTimeout | None:
+def timeout_error(reports: list[RankReport], timeout: float) -> RankTimeout | None:
     """Return the exception for a launch that did not end in time, or None if it did."""
     busy = [report.rank for report in reports if report.status == "unfinished"]
     if not busy:
         return None
     have = "has" if len(busy) == 1 else "have"
-    calls = unequal(reports)
+    calls = describe_mismatch(reports)
     after = f"not returned after {timeout:g} s{calls and '; '}{calls}"
     return RankTimeout(f"{_named(busy)} {have} {after}", reports)
 
 
-def unequal(reports: list[RankReport]) -> str:
+def describe_mismatch(reports: list[RankReport]) -> str:
     """Name the first collective in which the ranks' types or counts differ, or ""."""
     words = first_difference([report.calls for report in reports])
     if not words:
@@ -203,7 +205,7 @@ def unequal(reports: list[RankReport]) -> str:
     return f"the ranks' collectives do not fit together: {each}"
 
 
-def stopped(reports: list[RankReport]) -> RankInterrupted:
+def interrupt_error(reports: list[RankReport]) -> RankInterrupted:
     """Return the exception for a launch that was stopped by hand."""
     return RankInterrupted("stopped by hand; this is where each rank was", reports)
 

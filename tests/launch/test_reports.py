@@ -259,11 +259,11 @@ def some_error() -> RankError:
 
 
 def some_timeout() -> RankTimeout:
-    return reports.late([ok(0), unfinished(1, "Cell In[5], line 3: f()")], 1.5)
+    return reports.timeout_error([ok(0), unfinished(1, "Cell In[5], line 3: f()")], 1.5)
 
 
 def some_interrupt() -> RankInterrupted:
-    return reports.stopped([unfinished(0), unfinished(1)])
+    return reports.interrupt_error([unfinished(0), unfinished(1)])
 
 
 ERRORS = [some_error, some_timeout, some_interrupt]
@@ -310,7 +310,7 @@ def test_the_story_is_the_causes_traceback_and_one_line_for_each_rank():
     )
     lines = RankError("x", [ok(rank) for rank in range(12)]).story.splitlines()
     assert (lines[0], lines[11]) == ("  rank  0: returned", "  rank 11: returned")
-    assert reports.stopped([]).story == ""  # before any rank was there
+    assert reports.interrupt_error([]).story == ""  # before any rank was there
 
 
 @pytest.mark.parametrize("make", ERRORS)
@@ -340,10 +340,10 @@ def test_a_notebook_shows_the_story_and_not_the_launcher(make):
 
 def test_who_is_late_is_named():
     results = [unfinished(0), ok(1), unfinished(2), unfinished(3)]
-    assert str(reports.late(results, 0.25)) == (
+    assert str(reports.timeout_error(results, 0.25)) == (
         "ranks 0, 2 and 3 have not returned after 0.25 s"
     )
-    assert reports.late([ok(0), ok(1)], 2) is None
+    assert reports.timeout_error([ok(0), ok(1)], 2) is None
 
 
 def launched(monkeypatch, results: list[RankReport], **how):
