@@ -53,9 +53,9 @@ class LimitedMemory(MemoryLog):
         super().__enter__()
         return self
 
-    def operated(self, name: str, inputs: Any, result: Any) -> None:
+    def record_operation(self, name: str, inputs: Any, result: Any) -> None:
         """Record an operation; raise OutOfMemory if its result exceeds the limit."""
-        super().operated(name, inputs, result)
+        super().record_operation(name, inputs, result)
         changes = self._storages.changes
         new = changes[self._counted :]
         self._counted += len(new)

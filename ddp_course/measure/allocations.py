@@ -44,7 +44,7 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # torch.tensor passes its new tensor through this operation.
         is_new = func is torch.ops.aten.lift_fresh.default
-        self.log.operated(str(func), () if is_new else (args, kwargs), result)
+        self.log.record_operation(str(func), () if is_new else (args, kwargs), result)
         return result
 
 
@@ -53,7 +53,7 @@ _watchers = 0
 
 
 @contextmanager
-def watched_resizes() -> Iterator[None]:
+def report_resizes() -> Iterator[None]:
     """Report every `UntypedStorage.resize_` in this block to all open logs.
 
     A dispatch mode does not see this call.
@@ -75,29 +75,31 @@ def watched_resizes() -> Iterator[None]:
 def _resize_and_report(storage: torch.UntypedStorage, nbytes: int) -> Any:
     result = torch._C.StorageBase.resize_(storage, nbytes)
     for log in open_logs.now:
-        log.resized(storage)
+        log.record_resize(storage)
     return result
 
 
 @contextmanager
-def hooks(log: Any, watched: Iterable[Any]) -> Iterator[None]:
+def report_to(log: Any, watched: Iterable[Any]) -> Iterator[None]:
     """Report forwards, gradients and optimizer steps in this block to a log."""
 
-    def look(*_: Any) -> None:
-        log.look()
+    def record_watched(*_: Any) -> None:
+        log.record_watched()
 
     watched = list(watched)
     handles = [
-        register_optimizer_step_pre_hook(look),
-        register_optimizer_step_post_hook(look),
+        register_optimizer_step_pre_hook(record_watched),
+        register_optimizer_step_post_hook(record_watched),
     ]
     for module in (one for one in watched if isinstance(one, nn.Module)):
-        begins, ends = (lambda *_, b=b: log.forward(b) for b in (True, False))
+        begins, ends = (lambda *_, b=b: log.record_forward(b) for b in (True, False))
         handles.append(module.register_forward_pre_hook(begins))
         handles.append(module.register_forward_hook(ends, always_call=True))
     for tensor in {id(t): t for t, _ in tensors_of(watched)}.values():
         if tensor.requires_grad and tensor.is_leaf:
-            handles.append(tensor.register_post_accumulate_grad_hook(log.accumulated))
+            handles.append(
+                tensor.register_post_accumulate_grad_hook(log.record_gradient)
+            )
     try:
         yield
     finally:

@@ -33,9 +33,9 @@ from torch import Tensor
 from ddp_course.ledger import KINDS, Ledger, check_kind
 from ddp_course.measure.allocations import (
     Operations,
-    hooks,
+    report_resizes,
+    report_to,
     tensors_in,
-    watched_resizes,
 )
 from ddp_course.measure.memory import census, tensors_of
 from ddp_course.measure.storages import (
@@ -95,8 +95,8 @@ class MemoryLog:
                 self._storages, self._forwards = Storages(), 0
                 changes = self._found()
                 self._storages.changes.append((time.perf_counter(), "begin", changes))
-            stack.enter_context(watched_resizes())
-            stack.enter_context(hooks(self, self._watched))
+            stack.enter_context(report_resizes())
+            stack.enter_context(report_to(self, self._watched))
             stack.enter_context(Operations(self))
             self._open = stack.pop_all()
         return self
@@ -105,7 +105,7 @@ class MemoryLog:
         opened, self._open = self._open, None
         opened.close()
         with self._lock:
-            self.look()
+            self.record_watched()
             self._storages.close()
 
     # ---- the record ----------------------------------------------------------------
@@ -116,7 +116,7 @@ class MemoryLog:
         now, moments = dict.fromkeys(KINDS, 0), []
         with self._lock:
             if self._open is not None:
-                self.look()
+                self.record_watched()
             for when, what, changes in self._storages.changes:
                 for piece, nbytes in changes:
                     now[piece.kind] += nbytes
@@ -139,7 +139,7 @@ class MemoryLog:
         requests = []
         with self._lock:
             if self._open is not None:
-                self.look()
+                self.record_watched()
             for _, _, changes in self._storages.changes:
                 before = {
                     part.storage: sizes.get(part.storage, 0) for part, _ in changes
@@ -157,7 +157,7 @@ class MemoryLog:
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             if self._open is not None:
-                self.look()
+                self.record_watched()
             return {"changes": self._storages.changes.copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ class MemoryLog:
 
     # ---- reports to the log, on any thread -----------------------------------------
 
-    def operated(self, name: str, inputs: Any, result: Any) -> None:
+    def record_operation(self, name: str, inputs: Any, result: Any) -> None:
         """Record the new and grown storages in an operation's result."""
         with self._lock:
             self._storages.note_ends()
@@ -186,29 +186,29 @@ class MemoryLog:
                         changes = self._storages.add(storage, piece)
                 self._storages.note(name, changes)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def record_resize(self, storage: torch.UntypedStorage) -> None:
         """Record that a storage was resized."""
         with self._lock:
             self._storages.note_ends()
             if self._storages.knows(storage):
                 self._storages.note("resize", self._storages.measure(storage))
 
-    def labelled(self, tensor: Tensor, kind: str) -> None:
+    def record_label(self, tensor: Tensor, kind: str) -> None:
         """Record that a tensor was labelled."""
         self._claimed(tensor, kind, "label")
 
-    def accumulated(self, parameter: Tensor) -> None:
+    def record_gradient(self, parameter: Tensor) -> None:
         """Record a parameter's gradient, unless a hook has removed it again."""
         for gradient in () if parameter.grad is None else plain_tensors(parameter.grad):
             if gradient.untyped_storage() not in labels:
                 self._claimed(gradient, "gradients", "found")
 
-    def forward(self, begins: bool) -> None:
+    def record_forward(self, begins: bool) -> None:
         """Record that the forward of a watched module begins or ends."""
         with self._lock:
             self._forwards += 1 if begins else -1
 
-    def look(self) -> None:
+    def record_watched(self) -> None:
         """Record the tensors that the watched objects have now."""
         with self._lock:
             self._storages.note_ends()

@@ -111,5 +111,5 @@ def label(tensor: Tensor, kind: str) -> Tensor:
         ]
         labels[storage] = [*kept, Part(start, stop, kind)]
         for log in open_logs.now:
-            log.labelled(part, kind)
+            log.record_label(part, kind)
     return tensor
