@@ -14,7 +14,7 @@ from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.data_parallel.dp import DataParallel
 from ddp_course.data_parallel.flat import FlatDistributedDataParallel
 from ddp_course.data_parallel.naive import NaiveDistributedDataParallel
-from ddp_course.mechanisms.states import EachRanks
+from ddp_course.mechanisms.states import PerRankStates
 from ddp_course.mesh import Axes
 from ddp_course.spec import Layout
 from ddp_course.strategy import Strategy, unchanged
@@ -54,9 +54,9 @@ def average_compressed(model: nn.Module, layout: Layout, axes: Axes) -> nn.Modul
     return model
 
 
-def unsent(model: nn.Module) -> dict[str, EachRanks]:
+def compressor_states(model: nn.Module) -> dict[str, PerRankStates]:
     """Return the compressors' states: the part of each gradient not yet sent."""
-    return {"compressor": EachRanks(model.compressor)}
+    return {"compressor": PerRankStates(model.compressor)}
 
 
 def strategy(layout: Layout) -> Strategy:
@@ -64,6 +64,6 @@ def strategy(layout: Layout) -> Strategy:
     if layout.threads > 1:
         return Strategy(use_threads)
     if layout.compress is not None:
-        return Strategy(average_compressed, states=unsent)
+        return Strategy(average_compressed, states=compressor_states)
     by_loop = WRAPPERS[layout.data_parallel] is None
     return Strategy(unchanged if by_loop else average)

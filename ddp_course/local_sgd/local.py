@@ -36,7 +36,7 @@ from torch.optim import SGD, Optimizer
 
 from ddp_course.mechanisms.broadcast import broadcast_all
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.states import EachRanks
+from ddp_course.mechanisms.states import PerRankStates
 
 Group = dist.ProcessGroup | None
 AllReduce = Callable[..., Any]
@@ -200,9 +200,9 @@ class LocalSteps:
         """Return this rank's state; every rank has its own."""
         return {"optimizer": self.optimizer.state_dict(), "steps": self.steps}
 
-    def whole_states(self, model: nn.Module) -> tuple[EachRanks, EachRanks]:
+    def whole_states(self, model: nn.Module) -> tuple[PerRankStates, PerRankStates]:
         """Return the states of all ranks' models, and of all ranks' optimizers."""
-        return EachRanks(model), EachRanks(self)
+        return PerRankStates(model), PerRankStates(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `state`; the module must have this rank's parameters of that time."""

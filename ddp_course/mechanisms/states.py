@@ -33,7 +33,7 @@ class Whole:
     load_state_dict: Callable[[dict[str, Any]], object]
 
 
-class EachRanks:
+class PerRankStates:
     """The states of all ranks as one state, for objects that differ between ranks.
 
     `own` is this rank's object: a compressor with its error memory, or the model of a

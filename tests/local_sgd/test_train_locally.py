@@ -16,7 +16,7 @@ from ddp_course.checkpoint import CheckpointError
 from ddp_course.data import load_corpus, shard
 from ddp_course.launch import RankError, spawn
 from ddp_course.local_sgd import DiLoCo, LocalSGD, simulate_training
-from ddp_course.mechanisms.states import EachRanks
+from ddp_course.mechanisms.states import PerRankStates
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.train import History, largest_difference, train
 
@@ -39,7 +39,7 @@ def runs(folder: Path) -> dict[str, History]:
     }
     for name in ("resumed", "forgets"):
         if name == "forgets":
-            EachRanks.load_state_dict = takes_rank_0s
+            PerRankStates.load_state_dict = takes_rank_0s
         run(5, folder / name, **DILOCO)
         results[name] = run(STEPS, folder / name, **DILOCO)
     return results
