@@ -27,10 +27,10 @@ class Moves(list[Move]):
     """All moves since the beginning or the last `clear()`, in order.
 
     The batch is assumed to be on replica 0's device, so replica 0 is one end of every
-    move, and `moved` adds up the bytes that pass through it.
+    move, and `bytes_by_kind` adds up the bytes that pass through it.
     """
 
-    def moved(self) -> dict[str, int]:
+    def bytes_by_kind(self) -> dict[str, int]:
         """Return the bytes of each kind: {"parameters": 1024, ...}."""
         total: Counter[str] = Counter()
         for move in self:

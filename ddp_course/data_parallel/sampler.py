@@ -5,7 +5,7 @@ Ranks work on different samples only because each has a sampler with a different
 No message is needed: all ranks compute the same plan, and each takes its own share.
 
     epoch_order    0, 1, 2, ..., or shuffled with seed + epoch; equal on all ranks
-    filled, cut    repeat samples, or leave some out, so that all ranks get equally many
+    pad, truncate  repeat samples, or leave some out, so that all ranks get equally many
     shares         deal the samples like cards: rank r gets places r, r + n, r + 2n, ...
 
 PyTorch: torch/utils/data/distributed.py, which yields exactly the same indices.
@@ -67,7 +67,7 @@ def shares(
     check_integer("seed", seed)
     check_integer("epoch", epoch)
     order = epoch_order(length, shuffle, seed, epoch)
-    dealt = cut(order, num_replicas) if drop_last else filled(order, num_replicas)
+    dealt = truncate(order, num_replicas) if drop_last else pad(order, num_replicas)
     return [_share(dealt, length, rank, num_replicas) for rank in range(num_replicas)]
 
 
@@ -83,13 +83,13 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
     return torch.randperm(length, generator=generator).tolist()
 
 
-def filled(order: list[int], num_replicas: int) -> list[int]:
+def pad(order: list[int], num_replicas: int) -> list[int]:
     """Repeat `order` from its start until its length is a multiple of num_replicas."""
     total_size = -(-len(order) // num_replicas) * num_replicas  # rounded up
     return list(islice(cycle(order), total_size))
 
 
-def cut(order: list[int], num_replicas: int) -> list[int]:
+def truncate(order: list[int], num_replicas: int) -> list[int]:
     """Truncate `order` to a multiple of num_replicas."""
     return order[: len(order) // num_replicas * num_replicas]
 
@@ -173,7 +173,7 @@ class DistributedSampler(Sampler[int]):
                 f"sampler on every rank"
             )
         order = epoch_order(self.length, self.shuffle, self.seed, self.epoch)
-        dealt = (cut if self.drop_last else filled)(order, self.num_replicas)
+        dealt = (truncate if self.drop_last else pad)(order, self.num_replicas)
         return _share(dealt, self.length, self.rank, self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:

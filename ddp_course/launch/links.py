@@ -59,7 +59,7 @@ class Links:
     between: Link = field(default_factory=Link)
     host: Link = field(default_factory=Link)
 
-    def to(self, peer: int, place: Place) -> Link:
+    def link_to(self, peer: int, place: Place) -> Link:
         """Return the link from the rank at `place` to rank `peer`."""
         return self.inside if place.same_node(peer) else self.between
 
@@ -80,6 +80,6 @@ def send_over_link(tensor: torch.Tensor, dst: int) -> None:
     The tensor may have any shape and must be contiguous. The receiver calls
     `dist.recv`.
     """
-    link = current_links().to(dst, here())
+    link = current_links().link_to(dst, here())
     time.sleep(link.seconds(tensor.numel() * tensor.element_size()))
     dist.send(tensor, dst)

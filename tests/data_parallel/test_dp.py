@@ -481,9 +481,9 @@ def test_bytes(rows, n):
         "gradients of outputs": away,
     }
     out = replicas(x)
-    assert replicas.moves.moved() == (forward if others else {})
+    assert replicas.moves.bytes_by_kind() == (forward if others else {})
     out.sum().backward()
-    assert replicas.moves.moved() == (forward | backward if others else {})
+    assert replicas.moves.bytes_by_kind() == (forward | backward if others else {})
     assert {(m.src, m.dst) for m in replicas.moves if m.kind == "outputs"} == {
         (k, 0) for k in range(1, others + 1)
     }
@@ -493,7 +493,7 @@ def test_bytes(rows, n):
     replicas.moves.clear()
     with torch.no_grad():
         replicas(x)
-    assert replicas.moves.moved() == (forward if others else {})
+    assert replicas.moves.bytes_by_kind() == (forward if others else {})
     assert DataParallel(model, [CPU] * n).moves is None  # unless asked
     if others:
         assert replicas.moves[0] == Move("parameters", 0, 1, 16)
@@ -513,11 +513,11 @@ def test_gradients_that_a_replica_uses_itself_do_not_travel():
     replicas = DataParallel(WithLoss(4, 3), [CPU] * 2, record=True)
     out, losses = replicas(torch.ones(8, 4))
     losses.mean().backward()
-    moved = replicas.moves.moved()
+    moved = replicas.moves.bytes_by_kind()
     assert moved["outputs"] == 4 * 3 * 4 + 4  # four rows, and a loss
     # Nobody has used the gathered outputs: only the gradient of the loss came back.
     assert moved["gradients of outputs"] == 4
     replicas.moves.clear()
     out, losses = replicas(torch.ones(8, 4))
     (out.sum() + losses.mean()).backward()
-    assert replicas.moves.moved()["gradients of outputs"] == 4 * 3 * 4 + 4
+    assert replicas.moves.bytes_by_kind()["gradients of outputs"] == 4 * 3 * 4 + 4

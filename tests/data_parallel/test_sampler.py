@@ -83,7 +83,7 @@ def planted(deal: Callable) -> type:
 
 
 def dropped_in_place_of_padding(one, order):
-    return sampler.cut(order, one.num_replicas)[one.rank :: one.num_replicas]
+    return sampler.truncate(order, one.num_replicas)[one.rank :: one.num_replicas]
 
 
 def neither_padded_nor_dropped(one, order):
@@ -91,12 +91,12 @@ def neither_padded_nor_dropped(one, order):
 
 
 def order_of_its_own(one, order):
-    return sampler.filled(order, one.num_replicas)[one.rank :: one.num_replicas]
+    return sampler.pad(order, one.num_replicas)[one.rank :: one.num_replicas]
 
 
 def in_blocks(one, order):  # a legal plan, but not PyTorch's
     m = one.num_samples
-    return sampler.filled(order, one.num_replicas)[one.rank * m : (one.rank + 1) * m]
+    return sampler.pad(order, one.num_replicas)[one.rank * m : (one.rank + 1) * m]
 
 
 IN_BLOCKS = planted(in_blocks)

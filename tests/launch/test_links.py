@@ -58,14 +58,14 @@ FAST, SLOW = Link(1e-6, 1e11), Link(1e-4, 1e9)
 class AllInside(Links):
     """A planted mistake: every peer is taken for a neighbour."""
 
-    def to(self, peer, place):
+    def link_to(self, peer, place):
         return self.inside
 
 
 class ByLocalRank(Links):
     """A planted mistake: it compares the wrong half of the name."""
 
-    def to(self, peer, place):
+    def link_to(self, peer, place):
         same = place.topology.place(peer).local_rank == place.local_rank
         return self.inside if same else self.between
 
@@ -76,7 +76,7 @@ def assert_links_lead_where_they_should(cluster: Links, topology: Topology) -> N
     for place in topology.places():
         for peer in range(topology.world_size):
             expected = FAST if place.rank // n == peer // n else SLOW
-            assert cluster.to(peer, place) == expected
+            assert cluster.link_to(peer, place) == expected
 
 
 @given(st.integers(1, 4), st.integers(1, 4))
