@@ -20,7 +20,7 @@ from ddp_course.failures.async_save import BackgroundWriter
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.saving import (
     CheckpointError,
-    abandoned,
+    find_abandoned,
     read_whole,
     seal,
     unseal,
@@ -183,7 +183,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
-                for left_over in abandoned(self.folder):
+                for left_over in find_abandoned(self.folder):
                     left_over.unlink(missing_ok=True)
                 tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:

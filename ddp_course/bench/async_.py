@@ -78,7 +78,7 @@ def per_gradient(record: Record, bound: float) -> float:
     For bounded workers the time begins with the slowest worker's second gradient and
     ends with its last one: before that, the other workers get ahead.
     """
-    steps = record.of("step")
+    steps = record.select("step")
     if bound < math.inf:
         slow = [k for k, step in enumerate(steps) if step.workers == (WORKERS,)]
         first, last = slow[1], slow[-1]

@@ -31,10 +31,10 @@ from ddp_course.commands import CommandError, write
 from ddp_course.commands.train_options import ranks_of, settings_of
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import (
-    cause_first,
     check_alone,
     join,
     leave,
+    report_cause_first,
     under_torchrun,
 )
 from ddp_course.mechanisms.agreement import agreed
@@ -148,7 +148,7 @@ def contents(history: History, settings: dict[str, Any]) -> dict[str, Any]:
 
 def _one_of_torchruns_ranks(settings: dict[str, Any], file: Path | None) -> int:
     """Join the ranks, check that they have the same options, train; return the code."""
-    with cause_first():
+    with report_cause_first():
         join()
         _agree(settings)
         history = run(settings)

@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ddp_course.launch import strict
 from ddp_course.launch.topology import here
-from ddp_course.launch.torchrun import cause_first, join, leave, under_torchrun
+from ddp_course.launch.torchrun import join, leave, report_cause_first, under_torchrun
 
 
 @record  # lets torchrun show the traceback of the rank that failed first
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT")
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--strict"] and argv[1:] and argv[1].endswith(".py"):
-        with cause_first():
+        with report_cause_first():
             strict.run_program(*argv[1:])
         return
     options = parser.parse_args(argv)
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     if not under_torchrun():
         unset = "RANK and MASTER_ADDR are not set"
         parser.error(f"{unset}: start it with torchrun, which sets them")
-    with cause_first():
+    with report_cause_first():
         store = join(backend=strict.NAME) if options.strict else join()
         value = fn(*args, **kwargs)
         print_in_rank_order(value, store)

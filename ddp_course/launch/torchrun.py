@@ -75,7 +75,7 @@ def leave() -> None:
 
 
 @contextmanager
-def cause_first(patience: float = 5.0) -> Iterator[None]:
+def report_cause_first(patience: float = 5.0) -> Iterator[None]:
     """Delay the error of a rank that only lost a peer: report the peer's error first.
 
     When a rank fails, all others lose their connection to it and fail, too. torchrun

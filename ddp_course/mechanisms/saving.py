@@ -75,7 +75,7 @@ def rename(unfinished: Path, path: Path) -> None:
         os.close(folder)
 
 
-def abandoned(folder: Path) -> list[Path]:
+def find_abandoned(folder: Path) -> list[Path]:
     """Return unfinished files that no other process of this machine is writing."""
     return [path for path in folder.glob(f"{WRITING}*") if not _in_progress(path)]
 

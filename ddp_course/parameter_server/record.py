@@ -32,24 +32,24 @@ class Record:
 
     events: tuple[ServerEvent, ...]
 
-    def of(self, kind: str) -> list[ServerEvent]:
+    def select(self, kind: str) -> list[ServerEvent]:
         """Return the events of one kind."""
         return [event for event in self.events if event.kind == kind]
 
     @property
     def steps(self) -> int:
         """The number of steps of the optimizer."""
-        return len(self.of("step"))
+        return len(self.select("step"))
 
     @property
     def gradients(self) -> int:
         """The number of gradients in these steps."""
-        return sum(len(step.workers) for step in self.of("step"))
+        return sum(len(step.workers) for step in self.select("step"))
 
     @property
     def seconds(self) -> float:
         """The time from the first pull to the last step."""
-        return self.of("step")[-1].seconds - self.of("pull")[0].seconds
+        return self.select("step")[-1].seconds - self.select("pull")[0].seconds
 
     def staleness(self) -> list[int]:
         """Return, for each gradient of each step, the steps since its weights' pull.

@@ -35,7 +35,7 @@ from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.mechanisms.saving import (
     WRITING,
     CheckpointError,
-    abandoned,
+    find_abandoned,
     read_whole,
     rename,
     seal,
@@ -130,7 +130,7 @@ def _saves(folder: Path) -> list[Path]:
 def _begin(folder: Path) -> tuple[str, str]:
     """Create a folder for a new save; return its temporary and its final name."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left_over in abandoned(folder):
+    for left_over in find_abandoned(folder):
         shutil.rmtree(left_over, ignore_errors=True)
     unfinished = f"{WRITING}{os.getpid()}-{secrets.token_hex(8)}"
     (folder / unfinished).mkdir()

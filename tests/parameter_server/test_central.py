@@ -137,14 +137,14 @@ def test_a_killed_worker_keeps_nobody():
         record, _, dead, _ = spawn(cases.one_is_killed, rule, may_fail=[2], timeout=30)
         assert dead.status == "killed"
         assert record.steps == 20
-        assert [event.worker for event in record.of("lost")] == [2]
-        assert {event.worker for event in record.of("leave")} == {1, 3}
+        assert [event.worker for event in record.select("lost")] == [2]
+        assert {event.worker for event in record.select("leave")} == {1, 3}
 
 
 def test_a_silent_worker_may_come_back_and_another_joins_late():
     record, *turns = spawn(cases.slow_and_late, timeout=30)
-    assert 2 in {event.worker for event in record.of("lost")}
-    joined = [event.worker for event in record.of("join")]
+    assert 2 in {event.worker for event in record.select("lost")}
+    joined = [event.worker for event in record.select("join")]
     results = [(event.kind, event.worker) for event in record.events]
     assert [kind for kind, _ in results].index("pull") < results.index(("join", 3))
     assert set(joined) == {1, 2, 3} and joined.count(2) >= 2

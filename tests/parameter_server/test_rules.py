@@ -93,10 +93,12 @@ def test_a_ledger_that_forgets_the_bound_is_caught(monkeypatch):
 
 def by_own_clock(run) -> list[int]:
     """Staleness from the wrong clock: how often the worker itself has computed."""
-    clock = {push.worker: [] for push in run.of("push")}
-    for push in run.of("push"):
+    clock = {push.worker: [] for push in run.select("push")}
+    for push in run.select("push"):
         clock[push.worker].append(push.clock)
-    return [s.version - 1 - clock[w].pop(0) for s in run.of("step") for w in s.workers]
+    return [
+        s.version - 1 - clock[w].pop(0) for s in run.select("step") for w in s.workers
+    ]
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
@@ -111,9 +113,9 @@ def test_a_straggler_is_stale_and_backup_workers_do_not_wait_for_it():
     run = simulate_run(ASYNCHRONOUS, [1.0, 1.0, 5.0], 300)
     assert max(run.staleness()) == 10
     run = simulate_run(backup(1), [1.0, 1.0, 5.0], 100)
-    assert {step.workers for step in run.of("step")} == {(1, 2)}
-    assert {drop.worker for drop in run.of("drop")} == {3}
-    assert [drop.version for drop in run.of("drop")][:3] == [0, 5, 10]
+    assert {step.workers for step in run.select("step")} == {(1, 2)}
+    assert {drop.worker for drop in run.select("drop")} == {3}
+    assert [drop.version for drop in run.select("drop")][:3] == [0, 5, 10]
     assert run.seconds == 100
     assert simulate_run(backup(1), [1.0], 3).steps == 3  # nobody is left to be spared
 

@@ -56,7 +56,7 @@ def test_mean_staleness_is_workers_minus_1_whoever_is_slow(seconds):
     run = simulate_run(ASYNCHRONOUS, seconds, 3000)
     ages = run.staleness()
     assert fmean(ages) == pytest.approx(len(seconds) - 1, abs=0.03)
-    takers = [worker - 1 for step in run.of("step") for worker in step.workers]
+    takers = [worker - 1 for step in run.select("step") for worker in step.workers]
     for worker, own in enumerate(seconds):
         mine = [age for age, taker in zip(ages, takers, strict=True) if taker == worker]
         others = gradients_per_second("asynchronous", seconds) - 1 / own

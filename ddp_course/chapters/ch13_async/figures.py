@@ -69,8 +69,8 @@ def timelines(
     """
     runs = []
     for name, record in records.items():
-        steps = sum(step.seconds * unit <= long for step in record.of("step"))
-        workers = sorted({event.worker for event in record.of("pull")})
+        steps = sum(step.seconds * unit <= long for step in record.select("step"))
+        workers = sorted({event.worker for event in record.select("pull")})
         lanes = [_lane(record, worker, long, unit) for worker in workers]
         runs.append(Run(lanes, name, f"{steps} updates by {long:g}"))
     return draw_runs(title, runs, label, long, legend=LEGEND)
@@ -78,7 +78,7 @@ def timelines(
 
 def _lane(record: Record, worker: int, long: float, unit: float) -> Lane:
     events = [event for event in record.events if event.worker == worker]
-    start = record.of("pull")[0].seconds
+    start = record.select("pull")[0].seconds
     blocks, now, began = [], 0.0, 0.0
     for event in events:
         at = min((event.seconds - start) * unit, long)
