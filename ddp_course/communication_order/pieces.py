@@ -58,9 +58,9 @@ class InPieces(BucketReducer):
         self.ready: set[int] = set()
         self.under_way: set[int] = set()
 
-    def added(self, engine: Engine, bucket: LiveBucket) -> None:
+    def set_up(self, engine: Engine, bucket: LiveBucket) -> None:
         """Allocate the memory of a bucket, and cut it."""
-        super().added(engine, bucket)
+        super().set_up(engine, bucket)
         whole = bucket.flat
         size = whole.nbytes if self.piece is None else self.piece
         cut = whole.split(size // whole.element_size())

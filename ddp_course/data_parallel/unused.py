@@ -73,8 +73,8 @@ class UnusedParameters:
     def before_backward(self, engine: Engine) -> None:
         """Fill the slots of parameters that this pass cannot reach."""
         if self.find:
-            without = engine.reducer.without
-            engine.fill(without, lambda slot: id(slot.parameter) not in self._reached)
+            pack = engine.reducer.pack_missing
+            engine.fill(pack, lambda slot: id(slot.parameter) not in self._reached)
 
     def after_reduction(self, engine: Engine) -> None:
         """Exchange with the other ranks which parameters had a gradient."""

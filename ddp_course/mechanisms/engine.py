@@ -57,7 +57,7 @@ class BucketReducer:
         self.group, self.empty = group, empty
         self.scale = 1 / dist.get_world_size(group)
 
-    def added(self, engine: Engine, bucket: LiveBucket) -> None:
+    def set_up(self, engine: Engine, bucket: LiveBucket) -> None:
         """Allocate the memory of a bucket that the engine has just added."""
         plan = bucket.plan
         flat = self.empty(plan.numel, dtype=plan.dtype, device=plan.device)
@@ -71,7 +71,7 @@ class BucketReducer:
         torch.mul(slot.parameter.grad.detach(), self.scale, out=slot.view)
         slot.parameter.grad = slot.view
 
-    def without(self, bucket: LiveBucket, slot: Slot) -> None:
+    def pack_missing(self, bucket: LiveBucket, slot: Slot) -> None:
         """Fill the slot of a parameter that got no gradient in this pass.
 
         The slot gets the gradient of earlier passes if there is one, otherwise zeros.
@@ -158,7 +158,7 @@ class Engine(Averager):
         slots = [Slot(name, parameters[name], offset) for name, offset in where]
         bucket = LiveBucket(len(self.buckets), plan, slots)
         self.buckets.append(bucket)
-        self.reducer.added(self, bucket)
+        self.reducer.set_up(self, bucket)
         for slot in slots:
             node = on_gradient(slot.parameter, self._gradient_accumulated, bucket, slot)
             self.nodes.append(node)
@@ -242,7 +242,7 @@ class Engine(Averager):
     def _end_backward(self) -> None:
         """Send the remaining buckets, and wait (on GPUs: the stream does) for all."""
         announce(self.parts, "backward_ended", self)
-        self.fill(self.reducer.without, lambda slot: True)
+        self.fill(self.reducer.pack_missing, lambda slot: True)
         announce(self.parts, "before_wait", self, None)
         self.wait()
         announce(self.parts, "after_wait", self, None)

@@ -224,7 +224,7 @@ class ReduceScatterBuckets(BucketReducer):
         self.reduce_scatter = collectives.reduce_scatter_single
         self.parts = parts
 
-    def added(self, engine: Engine, bucket: LiveBucket) -> None:
+    def set_up(self, engine: Engine, bucket: LiveBucket) -> None:
         """Allocate a bucket's memory, which lasts as long as the optimizer."""
         bucket.use_memory(bucket.plan.zeros())
         announce(self.parts, "bucket_added", engine, bucket)

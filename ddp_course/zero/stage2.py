@@ -80,10 +80,10 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
 
     # ---- allocate --------------------------------------------------------------------
 
-    def added(self, engine: Engine, bucket: LiveBucket) -> None:
+    def set_up(self, engine: Engine, bucket: LiveBucket) -> None:
         """Assign a bucket's views, and free its memory until `open` allocates it."""
         self.engine = weakref.proxy(engine)
-        super().added(engine, bucket)
+        super().set_up(engine, bucket)
         self.free(bucket)
 
     def pass_begins(self, engine: Engine) -> None:
@@ -99,7 +99,7 @@ class ReduceScatterAndFree(ReduceScatterBuckets):
         if self.open(bucket):
             self.move(slot)
 
-    def without(self, bucket: LiveBucket, slot: Slot) -> None:
+    def pack_missing(self, bucket: LiveBucket, slot: Slot) -> None:
         """Write zeros for a parameter that got no gradient in this pass.
 
         If the user has set its `grad` by hand, that gradient is written instead.
