@@ -21,7 +21,7 @@ def metered_all_to_all_rows(
     """Exchange rows, and count their bytes in all open `ByteMeter`s."""
     row = prod(rows.shape[1:]) * rows.element_size()
     ranks = dist.get_process_group_ranks(group)
-    for meter in METERS.now:
+    for meter in METERS.blocks:
         for peer, to, by in zip(ranks, sent, received, strict=True):
             if peer != dist.get_rank():
                 meter.count_sent(peer, row * to)

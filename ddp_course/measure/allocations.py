@@ -74,7 +74,7 @@ def report_resizes() -> Iterator[None]:
 
 def _resize_and_report(storage: torch.UntypedStorage, nbytes: int) -> Any:
     result = torch._C.StorageBase.resize_(storage, nbytes)
-    for log in open_logs.now:
+    for log in open_logs.blocks:
         log.record_resize(storage)
     return result
 

@@ -15,26 +15,26 @@ T = TypeVar("T")
 class OpenBlocks(Generic[T]):
     """The objects of one kind whose `with` block is open, the outermost first.
 
-    `now` is a tuple that is replaced and never changed: reading it takes no lock, costs
-    some 30 ns, and a reader keeps the blocks that were open at that moment.
+    `blocks` is a tuple that is replaced and never changed: reading it takes no lock,
+    costs some 30 ns, and a reader keeps the blocks that were open at that moment.
     """
 
     def __init__(self) -> None:
-        self.now: tuple[T, ...] = ()
+        self.blocks: tuple[T, ...] = ()
         self._lock = threading.Lock()
 
     def open(self, block: T) -> None:
         """Add `block`; raise RuntimeError if it is open: it would count twice."""
         with self._lock:
-            if any(other is block for other in self.now):
+            if any(other is block for other in self.blocks):
                 text = f"this {type(block).__name__} is open already; to measure a "
                 raise RuntimeError(f"{text}block within its block, open a second one")
-            self.now = (*self.now, block)
+            self.blocks = (*self.blocks, block)
 
     def close(self, block: T) -> None:
         """Remove `block`; threads may close blocks out of order."""
         with self._lock:
-            self.now = tuple(other for other in self.now if other is not block)
+            self.blocks = tuple(other for other in self.blocks if other is not block)
 
 
 class MeasuredBlock:
@@ -78,9 +78,9 @@ def active_meters() -> tuple[Any, ...]:
     A collective asks once, when it is called, and counts in these meters until it has
     ended, even if their blocks end earlier.
     """
-    return METERS.now
+    return METERS.blocks
 
 
 def active_logs() -> tuple[Any, ...]:
     """Return the event logs whose `with` block is open now in this process."""
-    return LOGS.now
+    return LOGS.blocks

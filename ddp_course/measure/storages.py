@@ -110,6 +110,6 @@ def label(tensor: Tensor, kind: str) -> Tensor:
             for a, b in uncovered([Part(start, stop, kind)], old.start, old.stop)
         ]
         labels[storage] = [*kept, Part(start, stop, kind)]
-        for log in open_logs.now:
+        for log in open_logs.blocks:
             log.record_label(part, kind)
     return tensor

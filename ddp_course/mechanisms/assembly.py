@@ -117,7 +117,7 @@ def assemble(
                 if part is not None:
                     part = part.detach()
                     for step in reversed(steps[name]):
-                        part = step.around(part)
+                        part = step.zero_pad(part)
                     zeros.copy_(part)
                 if zeros.nbytes + sum(z.nbytes for z, _, _ in waiting) > TOGETHER:
                     _sum(waiting, groups, everywhere)

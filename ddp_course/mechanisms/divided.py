@@ -73,7 +73,7 @@ class DividedModule:
     plain: PlainModel
     groups: tuple[dist.ProcessGroup, ...]
 
-    def newcomer(self) -> str | None:
+    def find_unplaced(self) -> str | None:
         """Return an error text if a parameter was never placed, or None."""
         for name, parameter in nn.Module.named_parameters(self):  # the parts in use
             if isinstance(parameter, Tensor) and placed(parameter) is None:

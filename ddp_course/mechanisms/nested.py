@@ -25,7 +25,7 @@ from ddp_course.mechanisms.placements import (
 )
 
 
-def within(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
+def is_within(group: dist.ProcessGroup, other: dist.ProcessGroup) -> bool:
     """Return whether all ranks of `group` are in `other`."""
     ranks = dist.get_process_group_ranks
     return {*ranks(group)} <= {*ranks(other)}
@@ -35,7 +35,7 @@ def groups_around(
     group: dist.ProcessGroup, before: Iterable[dist.ProcessGroup]
 ) -> list[dist.ProcessGroup]:
     """Return `before` and `group`, without the groups that lie within `group`."""
-    return [*(each for each in before if not within(each, group)), group]
+    return [*(each for each in before if not is_within(each, group)), group]
 
 
 def flat_in_whole(step: Step, piece: Flat) -> Flat:
@@ -58,7 +58,7 @@ def place_piece(
     place(piece, group, flat, like=like, name=name)
     before = placed(like)
     for step in () if before is None else before.steps:
-        if within(step.group, group):
+        if is_within(step.group, group):
             outside = [one for one in before.steps if one is not step]
             own = dist.get_rank(group), dist.get_world_size(group)
             whole = flat_in_whole(step, flat)

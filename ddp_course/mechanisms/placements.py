@@ -96,7 +96,7 @@ class Step:
             return flat[self.placement.first : self.placement.last]
         return tensor
 
-    def around(self, part: Tensor) -> Tensor:
+    def zero_pad(self, part: Tensor) -> Tensor:
         """Return a tensor of the undivided shape: this rank's part, zeros elsewhere."""
         if isinstance(self.placement, (Replicate, OnRanks)):
             return part

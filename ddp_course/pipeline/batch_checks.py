@@ -69,7 +69,7 @@ class SameBatch:
         self, name: str, pipeline: Any, x: Any, y: Any, problem: str | None
     ) -> None:
         m = pipeline.schedule.num_microbatches
-        problem = problem or pipeline.newcomer() or self._batch_problem(x, y, m)
+        problem = problem or pipeline.find_unplaced() or self._batch_problem(x, y, m)
         call = {"the call": name, "x": described(x), "y": described(y)}
         same = self._all_have(f"{call} {problem}")
         if problem or not same:

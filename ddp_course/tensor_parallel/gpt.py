@@ -205,7 +205,7 @@ class TensorParallelGPT(DividedModule, nn.Module):
 
     def check_tokens(self, idx: Tensor, targets: Tensor | None = None) -> None:
         """Announce the tokens; a part may compare them over the ranks."""
-        self.ends.check_tokens(idx, targets, self.newcomer())
+        self.ends.check_tokens(idx, targets, self.find_unplaced())
 
     def loss_fn(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of the head's logits, (B, T, V/tp)."""

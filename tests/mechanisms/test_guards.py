@@ -361,7 +361,7 @@ def without_guards() -> None:
     guards.put_inside = lambda decorated, make: None
     guards._check_step = lambda optimizer, args, kwargs: None
     frozen.Frozen.check = lambda self: None
-    DividedModule.newcomer = lambda self: None
+    DividedModule.find_unplaced = lambda self: None
     ParameterGuard.before_forward = lambda self, fsdp: None
     ParameterGuard.used = lambda self, fsdp, unit, output: None
     hooks.Averager.__getstate__ = lambda self: {}
