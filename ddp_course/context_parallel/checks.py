@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.meeting import meeting
-from ddp_course.mechanisms.agreement import described
+from ddp_course.mechanisms.agreement import describe
 
 
 class SameSequence:
@@ -20,4 +20,4 @@ class SameSequence:
 
     def __call__(self, tokens: Tensor) -> None:
         """Compare type, shape and numbers of (B, T) tokens before anything is sent."""
-        self.meeting.agree_now(f"a sequence that is shared: {described(tokens)}")
+        self.meeting.agree_now(f"a sequence that is shared: {describe(tokens)}")

@@ -38,9 +38,9 @@ class Recorder:
 
     def _end(self) -> None:
         self.running = False
-        self.timeline.computed()
+        self.timeline.record_compute()
         with span(self.timeline, "wait"):
-            self.timeline.all_ended()
+            self.timeline.finish()
 
 
 def record_naive(ddp: NaiveDistributedDataParallel) -> NaiveDistributedDataParallel:
@@ -51,10 +51,10 @@ def record_naive(ddp: NaiveDistributedDataParallel) -> NaiveDistributedDataParal
         timeline = recorder.timeline
         start = timeline.now()
         work = all_reduce(flat, group=group, async_op=True)
-        timeline.sent(work, flat.nbytes, start)
+        timeline.record_send(work, flat.nbytes, start)
         if work is not None:
             work.wait()
-        timeline.all_ended()
+        timeline.finish()
 
     ddp.all_reduce = recorded
     return ddp
@@ -71,11 +71,11 @@ def record_pytorch(ddp: PyTorchDDP) -> None:
 
     def launch(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         timeline = recorder.timeline
-        timeline.computed(bucket=bucket.index())
+        timeline.record_compute(bucket=bucket.index())
         flat = bucket.buffer().div_(dist.get_world_size(group))
         start = timeline.now()
         work = dist.all_reduce(flat, group=group, async_op=True)
-        timeline.sent(work, flat.nbytes, start, bucket=bucket.index())
+        timeline.record_send(work, flat.nbytes, start, bucket=bucket.index())
         timeline.since = timeline.now()
         return work.get_future().then(lambda future: future.value()[0])
 

@@ -4,7 +4,7 @@
                         return, or all raise the same error
     form_of             the properties of a module that must be the same on all ranks
     why_not_replicable  why a module cannot be replicated
-    kind_of, described  a tensor as text, for comparison
+    kind_of, describe   a tensor as text, for comparison
 
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. The promise begins at construction. The ranks compare the form (names,
@@ -206,7 +206,7 @@ def kind_of(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return kind and digest: "int64 [8, 64] with digest 3f0c5be99a1d7c26".
 
     Ranks that share a model compare these texts of their batches, which must be equal.

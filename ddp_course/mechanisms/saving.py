@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ddp_course.mechanisms.agreement import described
+from ddp_course.mechanisms.agreement import describe
 
 WRITING = ".being-written-"  # the prefix of unfinished files and folders
 
@@ -47,7 +47,7 @@ def unseal(sealed: Mapping[str, Any]) -> Any:
 def fingerprint(value: Any) -> str:
     """Return 32 hexadecimal digits that change with any name, number, type or shape."""
     leaves, structure = pytree.tree_flatten(value)
-    words = [described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
+    words = [describe(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
     return hashlib.blake2b(f"{structure} {words}".encode(), digest_size=16).hexdigest()
 
 

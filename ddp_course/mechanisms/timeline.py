@@ -74,12 +74,12 @@ class Timeline:
         for log in self.logs:
             log.add(op, start, now, lane=lane, **detail)
 
-    def computed(self, **detail: Any) -> None:
+    def record_compute(self, **detail: Any) -> None:
         """Record that backward has computed since the last call."""
         self._note("backward", self.since, lane="compute", **detail)
         self.since = self.now()
 
-    def sent(self, work: Any, nbytes: int, start: Any, **detail: Any) -> None:
+    def record_send(self, work: Any, nbytes: int, start: Any, **detail: Any) -> None:
         """Record a collective from `start`, a result of `now`, until `work` ends."""
         detail = {"nbytes": nbytes, "lane": "communication", **detail}
         if not self.logs or not hasattr(work, "get_future"):
@@ -95,7 +95,7 @@ class Timeline:
         else:
             self._noted.append((op, start, self.now(), detail))
 
-    def all_ended(self) -> None:
+    def finish(self) -> None:
         """Wait for the ends of all collectives, and write their events."""
         for end in self._ends:
             end.wait()
@@ -126,7 +126,7 @@ class RecordBackward:
 
     def bucket_full(self, engine: Any, bucket: Any) -> None:
         """Record the computation that has filled a bucket."""
-        self.timeline.computed(bucket=bucket.index)
+        self.timeline.record_compute(bucket=bucket.index)
 
     def before_launch(self, engine: Any, bucket: Any) -> None:
         """Store the time before a bucket is launched."""
@@ -136,17 +136,17 @@ class RecordBackward:
         """Record the launch, and the communication when it ends."""
         timeline, index = self.timeline, bucket.index
         timeline.add("launch", self.host_start, "launch", bucket=index)
-        timeline.sent(bucket.work, bucket.flat.nbytes, self.start, bucket=index)
+        timeline.record_send(bucket.work, bucket.flat.nbytes, self.start, bucket=index)
         timeline.since = timeline.now()  # do not count launching as computing
 
     def backward_ended(self, engine: Any) -> None:
         """Record the computation after the last full bucket."""
-        self.timeline.computed()
+        self.timeline.record_compute()
 
     def before_wait(self, engine: Any, bucket: Any) -> None:
         """Store the time when the host begins to wait, for one bucket or all (None)."""
         if bucket is not None:  # in the middle of backward
-            self.timeline.computed()
+            self.timeline.record_compute()
         self.host_start = time.perf_counter()
 
     def after_wait(self, engine: Any, bucket: Any) -> None:
@@ -155,5 +155,5 @@ class RecordBackward:
         self.timeline.add("wait", self.host_start, "wait", **detail)
         self.timeline.since = self.timeline.now()
         if bucket is None:
-            self.timeline.all_ended()
+            self.timeline.finish()
             self.timeline = Timeline(())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_course.launch.deadlock import CollectiveError
-from ddp_course.mechanisms.agreement import agreed, described, kind_of
+from ddp_course.mechanisms.agreement import agreed, describe, kind_of
 from ddp_course.mechanisms.placements import device_of
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -70,7 +70,7 @@ class SameBatch:
     ) -> None:
         m = pipeline.schedule.num_microbatches
         problem = problem or pipeline.find_unplaced() or self._batch_problem(x, y, m)
-        call = {"the call": name, "x": described(x), "y": described(y)}
+        call = {"the call": name, "x": describe(x), "y": describe(y)}
         same = self._all_have(f"{call} {problem}")
         if problem or not same:
             agreed(partial(refuse, problem), self.group, error=CollectiveError, **call)

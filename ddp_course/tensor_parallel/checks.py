@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from ddp_course.collectives.meeting import Meeting, meeting
 from ddp_course.mechanisms.agreement import (
     agreed,
-    described,
+    describe,
     digest,
     form_of,
     why_not_replicable,
@@ -104,7 +104,7 @@ class SameTokens:
                 )
         except (ValueError, TypeError, AttributeError) as error:
             problem = str(error)
-        words = ", ".join(f"{name} {described(t)}" for name, t in tokens.items())
+        words = ", ".join(f"{name} {describe(t)}" for name, t in tokens.items())
         self.meeting.agree_now(f"forward({words})", problem)
 
 
