@@ -118,9 +118,9 @@ def shared():
     text, cache = generate(parallel, PROMPT, NEW), KeyValueCache(parallel)
     with torch.no_grad():
         cache(PROMPT)
-        with TorchCollectives() as torchs:
+        with TorchCollectives() as torch_log:
             cache(PROMPT[:, :1])
-    return text, cache.nbytes, sum(call.bytes_sent for call in torchs.calls)
+    return text, cache.nbytes, sum(call.bytes_sent for call in torch_log.calls)
 
 
 def test_wrong_arguments_of_generate_are_named():

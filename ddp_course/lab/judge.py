@@ -509,19 +509,19 @@ def _seen_call(
         messages_of() as seen,
         EventLog() as log,
         ByteMeter() as meter,
-        TorchCollectives() as torchs,
+        TorchCollectives() as torch_log,
     ):
         got, written = call(function, *args)
     own = [e.op for e in log.events if e.lane == "communication"]
-    names = [f"dist.{call.op}" for call in torchs.calls]
+    names = [f"dist.{call.op}" for call in torch_log.calls]
     names += [f"{op} of ddp_course" for op in own]
     if not own:  # the course's collectives send messages themselves
         names += ["dist.send"] * len(seen["sent"])
     return got, {
         "called": code(", ".join(names) or "no collective"),
-        "library": (bool(torchs.calls), bool(own)),
+        "library": (bool(torch_log.calls), bool(own)),
         "count": len(names),
-        "sent_bytes": meter.total_sent + torchs.nbytes,
+        "sent_bytes": meter.total_sent + torch_log.nbytes,
         "more": living() - before - _nbytes(got),
         "written": written,
     }

@@ -1,8 +1,8 @@
 """The collectives that PyTorch calls, and the bytes that they send.
 
-    with TorchCollectives() as torchs:
+    with TorchCollectives() as torch_log:
         loss.backward()  # of a DDP model
-    torchs.calls
+    torch_log.calls
 
 PyTorch writes every collective into its *flight recorder*, a ring of 2000 entries that
 exists to explain hangs ("Flight Recorder", PyTorch tutorials). It is on by default, and

@@ -57,7 +57,7 @@ def averages() -> dict:
     for batch in samples(rank):
         value = torch.tensor(float(mean(batch)), dtype=torch.float64)
         meter.update(value.requires_grad_(), len(batch))
-    with TorchCollectives() as torchs:
+    with TorchCollectives() as torch_log:
         found = meter.compute()
     again = meter.compute()
     meter.reset()
@@ -75,7 +75,7 @@ def averages() -> dict:
         "after reset": meter.compute().mean,
         "closed form": mean(flat),
         "mean of means": mean_of_means(batches),
-        "calls": [(call.op, call.nbytes) for call in torchs.calls],
+        "calls": [(call.op, call.nbytes) for call in torch_log.calls],
         "fake": fake(samples(rank)),
     }
 

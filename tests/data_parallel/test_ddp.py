@@ -143,10 +143,10 @@ def counted() -> dict[str, tuple[int, int, int]]:
     count("find", Ours(build_gpt(GPT), find_unused_parameters=True, **CAPS))
     count("naive", Naive(build_gpt(GPT)))
     count("flat", Flat(build_gpt(GPT)))
-    torchs = nn.parallel.DistributedDataParallel(build_gpt(GPT), bucket_cap_mb=0.02)
+    torch_ddp = nn.parallel.DistributedDataParallel(build_gpt(GPT), bucket_cap_mb=0.02)
     for _ in range(3):
-        step(torchs)
-    count("torch", torchs)
+        step(torch_ddp)
+    count("torch", torch_ddp)
     count("ring", Ours(build_gpt(GPT), all_reduce=ring_all_reduce, **CAPS))
     silent = Ours(build_gpt(GPT), **CAPS)
     rings = Ours(build_gpt(GPT), all_reduce=ring_all_reduce, **CAPS)

@@ -103,10 +103,10 @@ def every_collective() -> tuple[list[tuple[TorchCollectives, int]], tuple]:
 
     def measure(call: Callable[[], object]) -> None:
         dist.barrier()  # calls before the block are not its own
-        with SystemBytes() as system, TorchCollectives() as torchs:
+        with SystemBytes() as system, TorchCollectives() as torch_log:
             call()
         dist.barrier()
-        found.append((torchs, system.written))
+        found.append((torch_log, system.written))
 
     measure(lambda: dist.all_reduce(full))
     measure(lambda: dist.all_reduce(half, async_op=True).wait())
@@ -127,11 +127,11 @@ WHOLE = 4 * ELEMENTS
 
 
 def asked_too_early() -> tuple[list[str], int]:
-    with TorchCollectives() as torchs:
+    with TorchCollectives() as torch_log:
         dist.all_reduce(torch.ones(1))
-        asked = torchs.count, lambda: torchs.nbytes
-        errors = [said(RuntimeError, ask) for ask in asked] + [repr(torchs)]
-    return errors, torchs.count()
+        asked = torch_log.count, lambda: torch_log.nbytes
+        errors = [said(RuntimeError, ask) for ask in asked] + [repr(torch_log)]
+    return errors, torch_log.count()
 
 
 def train(find_unused: bool, steps: int = 4) -> dict:
@@ -143,12 +143,12 @@ def train(find_unused: bool, steps: int = 4) -> dict:
     )
     for step in range(steps):
         loss = ddp(torch.ones(2, 400) * (step + dist.get_rank())).sum()
-        with TorchCollectives() as torchs, SystemBytes() as system:
+        with TorchCollectives() as torch_log, SystemBytes() as system:
             loss.backward()
     logged = ddp._get_ddp_logging_data()
     sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
     return {
-        "calls": torchs,
+        "calls": torch_log,
         "buckets": [int(size) for size in sizes.split(",")],
         "parameters": sum(p.numel() * p.element_size() for p in model.parameters()),
         "written": system.written,
@@ -156,11 +156,13 @@ def train(find_unused: bool, steps: int = 4) -> dict:
 
 
 def one_all_reduce_per_bucket(results: dict) -> bool:
-    torchs = results["calls"]
+    torch_log = results["calls"]
     return (
-        [call.op for call in torchs.calls] == ["all_reduce"] * len(results["buckets"])
-        and sorted(call.nbytes for call in torchs.calls) == sorted(results["buckets"])
-        and torchs.nbytes == results["parameters"]
+        [call.op for call in torch_log.calls]
+        == ["all_reduce"] * len(results["buckets"])
+        and sorted(call.nbytes for call in torch_log.calls)
+        == sorted(results["buckets"])
+        and torch_log.nbytes == results["parameters"]
     )
 
 
@@ -193,12 +195,12 @@ def test_every_collective_is_seen_and_sends_what_the_formula_says(ranks):
             [("barrier", 0, n)],
             [],
         ]
-        for torchs, written in result[:9]:
-            sent = sum(call.bytes_sent for call in torchs.calls)
-            assert abs(written - sent) <= 0.005 * sent, torchs
-            wrong = torchs.nbytes  # the size of the tensor is not what is sent
+        for torch_log, written in result[:9]:
+            sent = sum(call.bytes_sent for call in torch_log.calls)
+            assert abs(written - sent) <= 0.005 * sent, torch_log
+            wrong = torch_log.nbytes  # the size of the tensor is not what is sent
             if wrong != sent:
-                assert abs(written - wrong) > 0.005 * wrong, torchs
+                assert abs(written - wrong) > 0.005 * wrong, torch_log
         assert result[10][1] < 1000  # a barrier sends headers
 
 
@@ -254,12 +256,12 @@ def with_a_recorder_that_writes_nothing() -> tuple[int, list[str]]:
     pytorch._entries = list
     with warnings.catch_warnings(record=True) as results:
         warnings.simplefilter("always")
-        with TorchCollectives() as torchs:
+        with TorchCollectives() as torch_log:
             pass  # nothing is done: nothing is told
         assert not results
-        with TorchCollectives() as torchs:
+        with TorchCollectives() as torch_log:
             dist.all_reduce(torch.ones(2))
-    return torchs.count(), [str(warning.message) for warning in results]
+    return torch_log.count(), [str(warning.message) for warning in results]
 
 
 def test_a_pytorch_that_records_nothing_is_told():

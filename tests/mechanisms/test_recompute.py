@@ -363,8 +363,8 @@ def test_blocks_of_a_model_keep_their_inputs_alone():
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_as_much_is_kept_as_by_torch(use_reentrant):
     model, found = build_gpt(TINY), []
-    torchs = partial(checkpoint, use_reentrant=use_reentrant)
-    for how in (recompute, torchs):
+    torch_checkpoint = partial(checkpoint, use_reentrant=use_reentrant)
+    for how in (recompute, torch_checkpoint):
         for block in model.blocks:
             plain = type(block).forward.__get__(block)
             block.forward = partial(how, plain)

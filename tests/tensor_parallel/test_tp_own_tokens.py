@@ -83,9 +83,9 @@ def in_each_way() -> dict[tuple[str, str], tuple[Gradients, int]]:
             gpt = tensor_parallel(model(name).double(), sequence_parallel=True)
             if change is not None:
                 change(gpt)
-            with TorchCollectives() as torchs:
+            with TorchCollectives() as torch_log:
                 found = accumulated(gpt)
-            results[way, name] = found, torchs.count("all_reduce")
+            results[way, name] = found, torch_log.count("all_reduce")
     for plant, wrong in PLANTS.items():
         gpt = tensor_parallel(model().double(), sequence_parallel=True)
         with pytest.MonkeyPatch.context() as patch:
@@ -189,9 +189,9 @@ def stepped(parallel: nn.Module) -> Gradients:
 def in_a_pipeline(schedule: str) -> tuple[Gradients, int]:
     gpt, group = cut("pp")
     pipeline = PipelineParallel(gpt, schedule, MICROBATCHES, group)
-    with TorchCollectives() as torchs:
+    with TorchCollectives() as torch_log:
         pipeline.step(*batch(0))
-    return stepped(pipeline), torchs.count("all_reduce")
+    return stepped(pipeline), torch_log.count("all_reduce")
 
 
 def inside_of_fsdp(reshard: bool | None, units: tuple | None) -> Gradients:

@@ -47,8 +47,8 @@ def step_of(parallel, optimizer):
     optimizer.step()
 
 
-def bytes_of(torchs: TorchCollectives, *ops: str) -> float:
-    return sum(call.bytes_sent for call in torchs.calls if call.op in ops)
+def bytes_of(torch_log: TorchCollectives, *ops: str) -> float:
+    return sum(call.bytes_sent for call in torch_log.calls if call.op in ops)
 
 
 def sent() -> dict[str, dict]:
@@ -59,24 +59,24 @@ def sent() -> dict[str, dict]:
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
         step_of(parallel, optimizer)
         with ByteMeter() as meter, SystemBytes() as system:
-            with TorchCollectives() as torchs:
+            with TorchCollectives() as torch_log:
                 step_of(parallel, optimizer)
         results[way] = {
             "metered": meter.total_sent,
             "written": system.written,
-            "all-reduced": bytes_of(torchs, "all_reduce"),
-            "exchanged": bytes_of(torchs, "all_gather", "all_to_all"),
-            "all-reduces": torchs.count("all_reduce"),
-            "pairs": torchs.count("all_to_all"),
+            "all-reduced": bytes_of(torch_log, "all_reduce"),
+            "exchanged": bytes_of(torch_log, "all_gather", "all_to_all"),
+            "all-reduces": torch_log.count("all_reduce"),
+            "pairs": torch_log.count("all_to_all"),
             "kept": dict(resident(parallel, optimizer)),
         }
     mlps = {"naive": NaiveParallelMLP, "mlp": ParallelMLP}
     for name, kind in mlps.items():
         mlp = kind(MLP(CONFIG))
         x = torch.randn(2, 6, CONFIG.d_model, requires_grad=True)
-        with TorchCollectives() as torchs:
+        with TorchCollectives() as torch_log:
             mlp(x).sum().backward()
-        results[name] = bytes_of(torchs, "all_reduce", "all_gather")
+        results[name] = bytes_of(torch_log, "all_reduce", "all_gather")
     results["of a block"] = kept_by_a_block()
     return results
 

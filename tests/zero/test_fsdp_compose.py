@@ -60,11 +60,11 @@ def replicas(folder: str) -> dict[tuple, Trained]:
     axes = make_groups(Mesh({"replicate": 2, "shard": 2}))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
-    def torchs(_: nn.Module) -> nn.Module:
+    def sharded_by_torch(_: nn.Module) -> nn.Module:
         return fully_shard(MODELS["gpt"](0), mesh=mesh)
 
     wraps = {
-        ("torch", "adamw", "gpt"): torchs,
+        ("torch", "adamw", "gpt"): sharded_by_torch,
         ("ours", "adamw", "gpt"): hybrid(Ours, axes),
         ("ours", "sgd", "odd"): hybrid(Ours, axes),
         ("simple", "sgd", "gpt"): hybrid(Simple, axes),

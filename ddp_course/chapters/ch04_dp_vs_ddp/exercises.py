@@ -55,11 +55,11 @@ class Odd(nn.Module):
 def _watch(function: Callable, model: nn.Module) -> dict[str, Any]:
     """Call the function; return facts about PyTorch's and our collectives in it."""
     barrier()
-    with TorchCollectives() as torchs, EventLog() as log, ByteMeter() as meter:
+    with TorchCollectives() as torch_log, EventLog() as log, ByteMeter() as meter:
         function(model)
-    ops = [call.op for call in torchs.calls]
+    ops = [call.op for call in torch_log.calls]
     ops += [e.op.rpartition(".")[2] for e in log.events if e.lane == "communication"]
-    return {"ops": ops, "torchs": torchs.nbytes, "sent": meter.total_sent}
+    return {"ops": ops, "torch_bytes": torch_log.nbytes, "sent": meter.total_sent}
 
 
 def _sending(
@@ -77,7 +77,7 @@ def _sending(
     sent = sum(s for s, _ in everyones)
     skip = n == 1 or not all(f for _, f in everyones)
     times = {"broadcast": [n - 1], "all_reduce": [2 * (n - 1), n * (n - 1)]}[op]
-    carried = [facts["torchs"] + sent // max(1, k) for k in times]
+    carried = [facts["torch_bytes"] + sent // max(1, k) for k in times]
     counts = [f"{ops.count(one)} x {one}" for one in dict.fromkeys(ops)]
     facts |= {"calls": ", ".join(counts) or "no collective", "most": f"{most} x {op}"}
     facts |= {"few": skip or set(ops) == {op} and len(ops) <= most}

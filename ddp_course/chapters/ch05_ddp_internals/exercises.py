@@ -244,12 +244,12 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
         events.clear()
         parts = [(_share(k, rank, step, n) * weights[k]).sum() for k in ORDERS[rank]]
         barrier()
-        with TorchCollectives() as torchs:
+        with TorchCollectives() as torch_log:
             sum(parts).backward()
         one = _launches(events, MEMBERS[n]) | _means([w.grad for w in weights], step, n)
         kept = [torch.equal(w, _share(k, n, 0, n)) for k, w in enumerate(weights)]
         one["same_weights"] = all(kept)
-        calls = [call.op for call in torchs.calls]
+        calls = [call.op for call in torch_log.calls]
         one |= {"alone": not calls, "other": (calls or [""])[0]}
         facts.append(one | {"case": f"in step {step}"})
     return facts
@@ -458,7 +458,7 @@ def _accumulated(
     microbatches = _rows(dist.get_rank(), sizes)
     barrier()
     batches = list(microbatches)
-    with TorchCollectives() as torchs:
+    with TorchCollectives() as torch_log:
         accumulate(ddp, batches)
     order = [event for event in events if event != "all_reduce"]
     passes = [part.count("a") for part in "".join(e[0] for e in events).split("f")[1:]]
@@ -468,7 +468,7 @@ def _accumulated(
     facts["in_turns"] = order == ["forward", "backward"] * len(sizes)
     facts["quiet"] = not any(passes[:-1])
     facts |= {"sends": passes[-1:] == [buckets], "last": passes[-1] if passes else 0}
-    more = torchs.count() - buckets
+    more = torch_log.count() - buckets
     facts |= {"no_more": not more, "more": more}
     facts["untouched"] = [*map(id, batches)] == [*map(id, microbatches)]
     pairs = zip(model.parameters(), _Regression().parameters(), strict=True)

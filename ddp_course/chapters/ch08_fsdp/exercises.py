@@ -278,7 +278,7 @@ def _two_layers(
         facts["gathered"] = tools.gathers - gathers
         if not hidden.requires_grad:
             return facts | {"way_back": False}
-        with TorchCollectives() as torchs:
+        with TorchCollectives() as torch_log:
             hidden.square().sum().backward()
         facts["again"] = tools.gathers - gathers - facts["gathered"]
     for whole in inputs:
@@ -301,8 +301,8 @@ def _two_layers(
         "frozen": (x if frozen == "x" else shards[0]).grad is None or not frozen,
         "mean": True,
         "untouched": all(map(torch.equal, shards, (w.chunk(n)[rank] for w in weights))),
-        "ours": not torchs.calls,
-        "others": torchs.calls[0].op if torchs.calls else "",
+        "ours": not torch_log.calls,
+        "others": torch_log.calls[0].op if torch_log.calls else "",
     }
     for k in range(frozen == "shard", len(shards)):
         own, got = weights[k].grad.chunk(n)[rank] / n, shards[k].grad

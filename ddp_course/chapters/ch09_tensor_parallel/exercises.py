@@ -41,9 +41,9 @@ class _AllReduces:
     def watched(self) -> Iterator[None]:
         """Record the block's all-reduces, and count other collectives as `others`."""
         self.numels.clear()
-        with TorchCollectives() as torchs, ByteMeter() as ours:
+        with TorchCollectives() as torch_log, ByteMeter() as ours:
             yield
-        others = len(torchs.calls) - len(self.numels)
+        others = len(torch_log.calls) - len(self.numels)
         self.others = max(others, int(ours.total_sent > 0))
 
 

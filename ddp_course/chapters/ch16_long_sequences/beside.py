@@ -158,9 +158,9 @@ def per_character(length: int) -> tuple[float, float]:
 def counted() -> Iterator[list[float]]:
     """Yield a list; after the block it holds the bytes that this rank sent in it."""
     found: list[float] = []
-    with ByteMeter() as meter, TorchCollectives() as torchs:
+    with ByteMeter() as meter, TorchCollectives() as torch_log:
         yield found
-    found.append(meter.total_sent + sum(call.bytes_sent for call in torchs.calls))
+    found.append(meter.total_sent + sum(call.bytes_sent for call in torch_log.calls))
 
 
 @contextmanager

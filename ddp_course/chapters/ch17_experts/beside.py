@@ -107,11 +107,11 @@ def against_one_process(way: str, hot: float = 0.0) -> Exchange:
 
 def _counted(function: Callable[[], Tensor | None], way: str) -> tuple[Any, float]:
     """Call a function; return its result and the bytes that this rank sends in it."""
-    with ByteMeter() as meter, TorchCollectives() as torchs:
+    with ByteMeter() as meter, TorchCollectives() as torch_log:
         result = function()
     if way == "dispatched":  # PyTorch does not record how an all-to-all is split
         return result, meter.total_sent
-    return result, sum(call.bytes_sent for call in torchs.calls)
+    return result, sum(call.bytes_sent for call in torch_log.calls)
 
 
 def in_words(way: str, seen: Exchange) -> str:
