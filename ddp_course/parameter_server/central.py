@@ -91,9 +91,9 @@ class Server:
         self.book = Book(rule, set(self.workers) - set(late), steps, version)
         like = self.row.weights
         # By worker: the weights that it pulls, its gradient, the time of its last call.
-        self.leaving = {worker: torch.empty_like(like) for worker in self.workers}
-        self.arrived = {worker: torch.empty_like(like) for worker in self.workers}
-        self.heard = dict.fromkeys(self.workers, time.monotonic())
+        self.sent_weights = {worker: torch.empty_like(like) for worker in self.workers}
+        self.gradients = {worker: torch.empty_like(like) for worker in self.workers}
+        self.last_call = dict.fromkeys(self.workers, time.monotonic())
         self.changed = threading.Condition()  # its lock guards the server's state
         self.error: BaseException | None = None
 
@@ -141,11 +141,11 @@ class Server:
 
     def receive_gradient(self, worker: int) -> None:
         """Receive a worker's gradient."""
-        self.endpoint.receive(self.arrived[worker], worker).wait()
+        self.endpoint.receive(self.gradients[worker], worker).wait()
 
     def send_weights(self, worker: int) -> None:
         """Send the copy of the weights to a worker."""
-        self.endpoint.send(self.leaving[worker], worker).wait()
+        self.endpoint.send(self.sent_weights[worker], worker).wait()
 
     def run_locked(self, act: Callable[[int], Any], worker: int) -> Any:
         """Call `act(worker)` with the lock held; step if the rule allows it; notify.
@@ -153,7 +153,7 @@ class Server:
         Every request of a worker runs here.
         """
         with self.changed:
-            self.heard[worker] = math.inf  # the worker waits for us: it is not silent
+            self.last_call[worker] = math.inf  # the worker waits for us: not silent
             try:
                 if worker not in self.book.clock and act != self.lose:
                     self.book.join(worker)
@@ -164,7 +164,7 @@ class Server:
                 self.error = self.error or error  # `serve` raises it
                 raise
             finally:
-                self.heard[worker] = time.monotonic()
+                self.last_call[worker] = time.monotonic()
                 self.changed.notify_all()
             return answer
 
@@ -186,7 +186,7 @@ class Server:
 
     def copy(self, worker: int) -> None:
         """Copy the weights for a worker."""
-        self.leaving[worker].copy_(self.row.weights)
+        self.sent_weights[worker].copy_(self.row.weights)
 
     def push(self, worker: int) -> None:
         """Record that this worker's gradient has arrived."""
@@ -204,13 +204,13 @@ class Server:
 
     def apply(self, workers: list[int]) -> None:
         """Step the optimizer with the gradients of these workers."""
-        gradients = [self.arrived[worker] for worker in workers]
+        gradients = [self.gradients[worker] for worker in workers]
         if self.remedy is not None:
             gradients = [self._correct(worker) for worker in workers]
         self.row.step(self.optimizer, gradients)
 
     def _correct(self, worker: int) -> Tensor:
-        gradient, then = self.arrived[worker], self.leaving[worker]
+        gradient, then = self.gradients[worker], self.sent_weights[worker]
         return self.remedy(
             gradient, self.book.staleness(worker), self.row.weights, then
         )
@@ -219,7 +219,7 @@ class Server:
         """Remove workers that were silent for too long, so that nobody awaits them."""
         latest = time.monotonic() - self.patience
         for worker in [*self.book.clock, *self.book.missing]:
-            if self.heard[worker] < latest:
+            if self.last_call[worker] < latest:
                 self.run_locked(self.lose, worker)
 
 

@@ -34,7 +34,7 @@ class RowServer(Server):
         self.table = table
         self.form = digest((table.shape[1], str(table.dtype)))
         # worker -> the rows that it pulls; worker -> its gradients of these rows
-        self.leaving, self.arrived = {}, {}
+        self.sent_weights, self.gradients = {}, {}
         self.requested: dict[int, Tensor] = {}  # worker -> indices that it asks for
         self.pulled: dict[int, Tensor] = {}  # worker -> indices of the rows that it has
 
@@ -50,17 +50,18 @@ class RowServer(Server):
     def copy(self, worker: int) -> None:
         """Copy the requested rows."""
         self.pulled[worker] = self.requested[worker]
-        self.leaving[worker] = self.table.detach()[self.pulled[worker]]
+        self.sent_weights[worker] = self.table.detach()[self.pulled[worker]]
 
     def receive_gradient(self, worker: int) -> None:
         """Receive the gradients of the rows that the worker has pulled."""
-        self.arrived[worker] = torch.empty_like(self.leaving[worker])
+        self.gradients[worker] = torch.empty_like(self.sent_weights[worker])
         super().receive_gradient(worker)
 
     def apply(self, workers: list[int]) -> None:
         """Step with the mean of the workers' gradients, as a sparse gradient."""
         rows = torch.cat([self.pulled[worker] for worker in workers])
-        values = torch.cat([self.arrived[worker] for worker in workers]) / len(workers)
+        gradients = torch.cat([self.gradients[worker] for worker in workers])
+        values = gradients / len(workers)
         with torch.sparse.check_sparse_tensor_invariants():
             size = self.table.shape
             self.table.grad = torch.sparse_coo_tensor(rows[None], values, size)

@@ -35,12 +35,12 @@ class Rule:
     """A rule of a parameter server.
 
     Attributes:
-        together: whether a step uses the mean of many gradients, all of one version.
+        synchronous: whether a step uses the mean of many gradients, all of one version.
         spare: the number of gradients that such a step does not wait for.
         bound: clocks by which a worker may be ahead of another one.
     """
 
-    together: bool = False
+    synchronous: bool = False
     spare: int = 0
     bound: float = math.inf
 
@@ -51,7 +51,7 @@ class Rule:
             raise ValueError(f"bound is {self.bound!r}; it must be 0 or more clocks")
 
 
-SYNCHRONOUS, ASYNCHRONOUS = Rule(together=True), Rule()
+SYNCHRONOUS, ASYNCHRONOUS = Rule(synchronous=True), Rule()
 
 
 def bounded(bound: int) -> Rule:
@@ -61,7 +61,7 @@ def bounded(bound: int) -> Rule:
 
 def backup(spare: int) -> Rule:
     """Return the rule with backup workers: synchronous, without the `spare` slowest."""
-    return Rule(together=True, spare=spare)
+    return Rule(synchronous=True, spare=spare)
 
 
 class Book:
@@ -115,7 +115,7 @@ class Book:
 
     def ready(self) -> list[int]:
         """Return the workers whose gradients make a step now; empty if none do."""
-        if self.rule.together:
+        if self.rule.synchronous:
             behind = [worker for worker in self.clock if worker not in self.waiting]
             return sorted(self.waiting) if len(behind) <= self.rule.spare else []
         return [worker for worker in self.waiting if self._is_in_bound(worker)][:1]
@@ -145,7 +145,7 @@ class Book:
 
     def push(self, worker: int) -> None:
         """Record that a gradient has arrived; it waits for its step, or is dropped."""
-        late = self.rule.together and self.base[worker] < self.version
+        late = self.rule.synchronous and self.base[worker] < self.version
         dropped = late or self.done
         self._record("drop" if dropped else "push", worker)
         if not dropped:

@@ -53,7 +53,7 @@ class ShardedServer:
             (`elementwise`).
         rule: which worker waits for which, at every server.
         group: the ranks; None means all.
-        more: arguments of `Server`: patience, remedy, after_step.
+        server_options: arguments of `Server`: patience, remedy, after_step.
         **defaults: arguments of `optimizer_class`.
 
     Raises NotElementwiseError if the optimizer uses whole tensors, and ReplicaError, on
@@ -67,7 +67,7 @@ class ShardedServer:
         optimizer_class: Callable[..., Optimizer],
         rule: Rule = ASYNCHRONOUS,
         group: dist.ProcessGroup | None = None,
-        more: dict[str, Any] | None = None,
+        server_options: dict[str, Any] | None = None,
         **defaults: Any,
     ) -> None:
         endpoint = Endpoint(group)
@@ -83,8 +83,10 @@ class ShardedServer:
         self.own = parts[self.rank]
         shard = nn.Parameter(self.own.weights)
         optimizer = optimizer_class([shard], **defaults)
-        more = {"workers": range(size), "group": groups[self.rank], **(more or {})}
-        self.server = Server([shard], optimizer, rule, **more)
+        options = {"workers": range(size), "group": groups[self.rank]}
+        self.server = Server(
+            [shard], optimizer, rule, **options | (server_options or {})
+        )
         self.server.form = self.row.form
         self.others = [
             Worker(parts[peer], peer, group=groups[peer])
@@ -103,7 +105,7 @@ class ShardedServer:
         for worker in self.others:
             worker.ask(PULL)
         self.server.run_locked(self.server.pull, self.rank)
-        self.own.weights.copy_(self.server.leaving[self.rank])
+        self.own.weights.copy_(self.server.sent_weights[self.rank])
         for worker in self.others:
             worker.receive_weights()
         self.row.clear()
@@ -113,7 +115,7 @@ class ShardedServer:
         self.row.collect()
         for worker in self.others:
             worker.push()
-        self.server.arrived[self.rank].copy_(self.own.gradient)
+        self.server.gradients[self.rank].copy_(self.own.gradient)
         self.server.run_locked(self.server.push, self.rank)
 
     def leave(self) -> Record:

@@ -178,7 +178,7 @@ class Twice(Server):
     def _step(self, taken):
         super()._step(taken)
         if self.book.version == 7:
-            self.row.step(self.optimizer, [self.arrived[worker] for worker in taken])
+            self.row.step(self.optimizer, [self.gradients[worker] for worker in taken])
 
 
 class Forgets(Server):
@@ -198,7 +198,7 @@ class Torn(Server):
         answer = super().pull(worker)
         self.changed.wait(0.01)
         half = len(self.row.weights) // 2
-        self.leaving[worker][half:] = self.row.weights[half:]
+        self.sent_weights[worker][half:] = self.row.weights[half:]
         return answer
 
 

@@ -74,7 +74,7 @@ def test_every_rule_with_several_optimizers_and_workers(backend):
     found = spawn(cases.all_of, every, backend=backend, timeout=60)[0]
     for (case, _), (record, weights) in zip(every, found, strict=True):
         check(case, record, weights)
-        if case["rule"].together:
+        if case["rule"].synchronous:
             assert set(record.staleness()) == {0}
 
 
@@ -212,13 +212,15 @@ def test_gradients_are_collected_wherever_they_lie():
 
 
 def test_who_waits_for_the_server_is_not_silent():
-    server = SimpleNamespace(changed=threading.Condition(), heard={1: 0.0}, error=None)
+    server = SimpleNamespace(changed=threading.Condition(), error=None)
+    server.last_call = {1: 0.0}
     server.book, server.lose = Book(ASYNCHRONOUS, [1]), None
-    assert Server.run_locked(server, lambda worker: server.heard[worker], 1) == math.inf
-    assert 0 < server.heard[1] < math.inf
+    during = Server.run_locked(server, lambda worker: server.last_call[worker], 1)
+    assert during == math.inf
+    assert 0 < server.last_call[1] < math.inf
     server.run_locked = partial(Server.run_locked, server)
     server.lose = partial(Server.lose, server)
-    server.book, server.heard[2] = Book(ASYNCHRONOUS, [1, 2]), 0.0  # it never came
+    server.book, server.last_call[2] = Book(ASYNCHRONOUS, [1, 2]), 0.0  # it never came
     server.book.join(1)
     server.patience = 60.0
     Server._remove_silent_workers(server)

@@ -146,8 +146,8 @@ def test_a_last_step_that_fails_in_a_shard_is_told():
             if dist.get_rank() == 0 and version == 2:
                 raise RuntimeError("of the optimizer")
 
-        weight, more = nn.Parameter(torch.ones(4)), {"after_step": after_step}
-        how = {"rule": SYNCHRONOUS, "more": more, "lr": 0.1}
+        weight, options = nn.Parameter(torch.ones(4)), {"after_step": after_step}
+        how = {"rule": SYNCHRONOUS, "server_options": options, "lr": 0.1}
         server = ShardedServer([weight], torch.optim.SGD, **how)
         for _ in range(2):
             server.pull()
@@ -195,7 +195,7 @@ class LastWins(RowServer):
     def apply(self, taken):
         for worker in taken[:-1]:
             twice = (self.pulled[worker][:, None] == self.pulled[taken[-1]]).any(1)
-            self.arrived[worker][twice] = 0.0
+            self.gradients[worker][twice] = 0.0
         super().apply(taken)
 
 
