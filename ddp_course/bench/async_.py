@@ -62,7 +62,7 @@ def beside_formulas(slower: int, turns: int) -> Iterator[Row]:
     predicted, measured = {}, {}
     for way, rule in WAYS.items():
         predicted[way] = 1 / gradients_per_second(way, times, rule.spare)
-        count = turns if rule.together else round(times[-1] / predicted[way] * turns)
+        count = turns if rule.synchronous else round(times[-1] / predicted[way] * turns)
         record = quietly(straggle, rule, count, slower, world_size=1 + WORKERS)[0]
         measured[way] = per_gradient(record, rule.bound)
     for seconds in (predicted, measured):

@@ -41,7 +41,7 @@ def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
         parameter.left_behind = by
 
 
-def record_part_averaged(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
+def mark_part_averaged(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
     """Record that `optimizer` averages only parts of these parameters' gradients."""
     watch()
     for parameter in parameters:

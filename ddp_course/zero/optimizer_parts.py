@@ -22,7 +22,7 @@ from ddp_course.mechanisms.assembly import (
 )
 from ddp_course.mechanisms.buckets import LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.guards import record_part_averaged
+from ddp_course.mechanisms.guards import mark_part_averaged
 from ddp_course.mechanisms.hooks import while_alive
 from ddp_course.mechanisms.nested import place_piece
 from ddp_course.mechanisms.parts import announce
@@ -38,9 +38,7 @@ class Guarded:
         self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]
     ) -> None:
         """Record that `optimizer` holds these parameters' mean gradients in shards."""
-        record_part_averaged(
-            (parameters[name] for name in bucket.parameters), optimizer
-        )
+        mark_part_averaged((parameters[name] for name in bucket.parameters), optimizer)
 
 
 class Places:

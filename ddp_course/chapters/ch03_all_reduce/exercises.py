@@ -235,7 +235,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     x = everyones[me.rank].clone()
     view = x.view(-1)
     barrier()
-    with ByteMeter() as meter, EventLog() as log, TorchCollectives() as torchs:
+    with ByteMeter() as meter, EventLog() as log, TorchCollectives() as torch_log:
         function(x, nodes[me.node_rank], peers[me.local_rank])
     total = sum(everyones).flatten()
     wrong = view != total
@@ -261,7 +261,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     facts["inside_right"] = facts["inside"] <= 1.51 * facts["inside_least"]
     facts |= {
         "right": not wrong.any(),
-        "counted": not torchs.calls and facts["between"] + facts["inside"] > 0,
+        "counted": not torch_log.calls and facts["between"] + facts["inside"] > 0,
     }
     facts["own_work"] = not any(e.op.startswith("hierarchical") for e in log.events)
     ones = everyones = [one.bool().to(torch.bfloat16) for one in everyones]
