@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives import meeting
-from ddp_course.communication_order.ordered import only, options_of
+from ddp_course.communication_order.ordered import limit_optimizer, options_of
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.hooks import tensors_in, while_alive
 
@@ -208,7 +208,7 @@ def check_one_by_one(optimizer: Optimizer) -> None:
             for k, parameter in enumerate(params):
                 parameter.grad = torch.cos(start * step + k)
             for some in [{p} for p in params] if one_by_one else [set(params)]:
-                with only(own, some, options_of(own)):
+                with limit_optimizer(own, some, options_of(own)):
                     own.step()
         return params
 

@@ -134,11 +134,11 @@ class OrderedDataParallel(nn.Module):
         members = {slot.parameter for slot in bucket.slots}
         if self.due is None:
             wanted = {p for p in members if p.grad is not None}
-            self.reducer.give(bucket, wanted)
+            self.reducer.set_gradients(bucket, wanted)
             return
-        self.reducer.give(bucket, self.with_gradient)
+        self.reducer.set_gradients(bucket, self.with_gradient)
         announce(self.parts, "before_update", self, bucket)
-        with only(self.optimizer, members, self.due):
+        with limit_optimizer(self.optimizer, members, self.due):
             self.optimizer.step()
         for parameter in members:
             parameter.grad = None
@@ -250,7 +250,7 @@ def groups_of(own: Mapping[str, Mapping[str, Tensor]], piece: float) -> list[lis
 
 
 @contextmanager
-def only(
+def limit_optimizer(
     optimizer: Optimizer, parameters: set[Tensor], options: Sequence[dict[str, Any]]
 ) -> Iterator[None]:
     """Limit an optimizer to these parameters, and give its groups these options.

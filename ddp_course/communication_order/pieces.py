@@ -102,7 +102,7 @@ class InPieces(BucketReducer):
             if work is not None:
                 work.wait()
 
-    def give(self, bucket: LiveBucket, receivers: Collection[Tensor]) -> None:
+    def set_gradients(self, bucket: LiveBucket, receivers: Collection[Tensor]) -> None:
         """Wait for a bucket; set the gradients of the parameters in `receivers`."""
         self.wait_for(bucket)
         self.under_way.discard(bucket.index)

@@ -73,7 +73,7 @@ class Planned:
         if self.planned is None or self.policy.wait_for_all:
             model.finish()
         if self.passes >= WARM and self.planned is None and torch.is_grad_enabled():
-            self.make(model)  # not in an evaluation, which one rank may run alone
+            self.make_plan(model)  # not in an evaluation, which one rank may run alone
         self._doing, self.called = None, []
         self.took.clear()
 
@@ -112,7 +112,7 @@ class Planned:
         times = [self.ready[bucket] for bucket in sorted(self.ready)]
         return [seconds(moment) - seconds(self.began) for moment in times]
 
-    def make(self, model: Any) -> None:
+    def make_plan(self, model: Any) -> None:
         """Compute the order for all later steps; all ranks must call it.
 
         The layers are in the order in which the first rank called them: other ranks may

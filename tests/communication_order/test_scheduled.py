@@ -118,14 +118,14 @@ class Reordered(ScheduledDataParallel):
 
     def __init__(self, *args, **how):
         super().__init__(*args, **how)
-        make = self.planner.make
+        make_plan = self.planner.make_plan
 
         def reordered(model):
             before = self.reducer.order
-            make(model)
+            make_plan(model)
             self.reducer.order = self.changed(before, self.reducer.order)
 
-        self.planner.make = reordered
+        self.planner.make_plan = reordered
 
 
 class Twice(Reordered):
