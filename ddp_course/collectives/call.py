@@ -55,7 +55,7 @@ class Collective:
 
     def tensor(self, role: str, tensor: Any) -> None:
         """Check a tensor whose shape and type must be the same on all ranks."""
-        if self.usable(role, tensor):
+        if self.check_usable(role, tensor):
             self.words.append(tensor_text(role, tensor.dtype, tensor.shape))
 
     def tensors(self, role: str, tensors: Any, like: Any) -> None:
@@ -68,9 +68,9 @@ class Collective:
             )
         else:
             for k, tensor in enumerate(tensors):
-                self.usable(f"{role}[{k}]", tensor, like)
+                self.check_usable(f"{role}[{k}]", tensor, like)
 
-    def usable(self, role: str, tensor: Any, like: Any = None) -> bool:
+    def check_usable(self, role: str, tensor: Any, like: Any = None) -> bool:
         """Return whether a tensor can be sent and is like `like`; if not, refuse it."""
         if not isinstance(tensor, Tensor):
             self.refuse(f"{role} is a {type(tensor).__name__}, not a tensor")
@@ -96,9 +96,9 @@ class Collective:
             return True
         return False
 
-    def times(self, role: str, tensor: Any, of: str, part: Any) -> None:
+    def check_multiple(self, role: str, tensor: Any, of: str, part: Any) -> None:
         """Check a tensor that must have the elements of all ranks' `part` together."""
-        if self.usable(role, tensor) and isinstance(part, Tensor):
+        if self.check_usable(role, tensor) and isinstance(part, Tensor):
             wanted = self.size * part.numel()
             if tensor.dtype != part.dtype or tensor.numel() != wanted:
                 self.refuse(

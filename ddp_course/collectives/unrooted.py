@@ -56,7 +56,7 @@ def all_gather_single(
     """
     call = Collective(group, "all_gather_single")
     call.tensor("input", input)
-    call.times("output", output, "input", input)
+    call.check_multiple("output", output, "input", input)
 
     def body() -> None:
         buffer = Buffer.flat(output, call.size)
@@ -100,7 +100,7 @@ def reduce_scatter_single(
     """
     call = Collective(group, "reduce_scatter_single")
     call.tensor("output", output)
-    call.times("input", input, "output", output)
+    call.check_multiple("input", input, "output", output)
     return _reduce_scatter(
         call, output, lambda: input.view(-1).tensor_split(call.size), op, async_op
     )
@@ -144,7 +144,7 @@ def all_to_all_single(
         ("input", input, input_split_sizes),
         ("output", output, output_split_sizes),
     ):
-        if call.usable(role, tensor):
+        if call.check_usable(role, tensor):
             sizes[role] = _split_sizes(call, role, tensor, split)
     if not call.problem:
         row, other = input.shape[1:], output.shape[1:]
