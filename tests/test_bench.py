@@ -20,7 +20,7 @@ from ddp_course.cli import main
 from ddp_course.commands.bench_figure import plot_bench
 from ddp_course.launch import LaunchError, here, spawn
 
-KEYS = ["bench", "case", "variant", "beside", "metric", "ours", "theirs", "ratio"]
+KEYS = ["bench", "case", "variant", "denominator", "metric", "ours", "theirs", "ratio"]
 NAMES = ["all-reduce", "async", "attention", "compression", "ddp", "experts"]
 NAMES += ["interval", "launch", "order", "pp", "precision", "predict", "tp", "zero"]
 
@@ -103,7 +103,7 @@ def test_no_line_of_any_bench_is_too_long(name):
     ]
     text = table.lines(bench.benches()[name], pairs, rows)
     assert max(map(len, text)) <= 100
-    heads = dict.fromkeys(f"over {p.over or p.beside}" for p in pairs)
+    heads = dict.fromkeys(f"over {p.over or p.denominator}" for p in pairs)
     assert [line for line in text if line.startswith("over ")] == [*heads]
 
 
@@ -276,9 +276,9 @@ def measured_rows():
 
 
 def test_every_all_reduce_is_measured_beside_gloos(measured_rows):
-    compared = {(r["variant"], r["beside"], r["metric"]) for r in measured_rows}
+    compared = {(r["variant"], r["denominator"], r["metric"]) for r in measured_rows}
     assert compared == {
-        (p.variant, p.beside, "bytes/s" if p in all_reduce.LIMITED else "seconds")
+        (p.variant, p.denominator, "bytes/s" if p in all_reduce.LIMITED else "seconds")
         for p in all_reduce.PAIRS
     }
     for r in measured_rows:

@@ -115,12 +115,12 @@ def test_ours_are_compared_with_theirs_at_their_best(bench):
     both = {} if bench is not zero else zero.STAGES_1_AND_2 | zero.STAGE_3
     known = {*getattr(bench, "VARIANTS", both)}
     compared = [p for p in bench.PAIRS if not p.variant.startswith(("peak", "bubble"))]
-    assert {name for p in compared for name in (p.variant, p.beside)} == known
+    assert {name for p in compared for name in (p.variant, p.denominator)} == known
     assert any(p.control for p in bench.PAIRS)
     ours = {p.variant for p in compared if p.at_most is not None}
     best = {ddp: "best", zero: " best", tp: "DTensor best", pp: "Schedule1F1B"}[bench]
     for name in ours:
-        assert any(p.variant == name and p.beside.endswith(best) for p in compared)
+        assert any(p.variant == name and p.denominator.endswith(best) for p in compared)
 
 
 def test_a_pipeline_is_measured_where_there_is_a_layer_for_each_stage():
@@ -139,7 +139,9 @@ def test_rows_compare_the_slowest_ranks_and_pair_the_turns():
     found = partial(rows_of, str(case), ddp.PAIRS)
     rows = list(found([(base, calm), (slow, calm)], **case.fields))
     assert len(rows) == len(ddp.PAIRS)
-    ours = next(r for r in rows if (r["variant"], r["beside"]) == ("gloo", "default"))
+    ours = next(
+        r for r in rows if (r["variant"], r["denominator"]) == ("gloo", "default")
+    )
     # The slowest rank of each turn: 8, 3 and 2 s beside 4, 2 and 2.
     assert (ours["ours"], ours["theirs"], ours["paired"]) == (3.0, 2.0, 1.5)
     assert (ours["ranks"], ours["tokens"], ours["turns"]) == (2, 128, 3)
@@ -162,10 +164,12 @@ def test_bubbles_are_the_share_that_is_not_work():
     }
     times["1f1b ours"] = [busy / 0.8]
     results = [(times, [(1.0, 1.0, 1.0)])] * 4
-    rows = {(r["variant"], r["beside"]): r for r in pp.bubble_rows(4, results, 0.03)}
+    rows = {
+        (r["variant"], r["denominator"]): r for r in pp.bubble_rows(4, results, 0.03)
+    }
     assert rows["bubble of gpipe", "ScheduleGPipe"]["ratio"] == pytest.approx(1)
     assert rows["bubble of 1f1b", "Schedule1F1B"]["ours"] == pytest.approx(0.2)
-    assert rows["bubble of 1f1b", pp.ASKED]["theirs"] == pytest.approx(3 / 11)
+    assert rows["bubble of 1f1b", pp.SIMULATED]["theirs"] == pytest.approx(3 / 11)
 
 
 # ---- a parameter server --------------------------------------------------------------

@@ -53,7 +53,8 @@ def bench(quick: bool) -> Iterator[Row]:
         seconds = steps.BUDGET[quick] / 2 / len(sizes)
         results = steps.on_ranks(ranks, measure, sizes, seconds)
         limits = {
-            p.beside: min(r["limits"][p.beside] for r in results) for p in LIMITED
+            p.denominator: min(r["limits"][p.denominator] for r in results)
+            for p in LIMITED
         }
         for nbytes in sizes:
             times = [r["times"][nbytes] for r in results]
@@ -72,7 +73,7 @@ def rows_of_size(
     for pair in LIMITED:
         seconds = statistics.median(times[pair.variant])
         ours = bus_factor("all_reduce", ranks) * nbytes / seconds
-        theirs = limits[pair.beside]
+        theirs = limits[pair.denominator]
         yield row(case, pair, "bytes/s", ours, theirs, **where, others=others)
 
 

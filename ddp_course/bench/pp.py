@@ -113,7 +113,7 @@ VARIANTS: dict[str, steps.Variant] = {
     **{f"{name} gloo": partial(our_pipeline, schedule=name) for name in THEIRS},
     AGAIN: partial(torch_pipeline, schedule="1f1b"),
 }
-ASKED, OWN = "what it asks for", "PyTorch's own"
+SIMULATED, OWN = "simulated schedule", "PyTorch's own"
 PAIRS = (
     Pair(AGAIN, "Schedule1F1B", control=True, over=OWN),
     *(
@@ -121,11 +121,11 @@ PAIRS = (
         for name, kind in THEIRS.items()
     ),
     *(
-        Pair(f"bubble of {schedule}", beside, over=f"the bubble of {over}",
+        Pair(f"bubble of {schedule}", denominator, over=f"the bubble of {over}",
              title=f"bubble {schedule}")
         for over in ("PyTorch's", "the formula")
         for schedule, kind in THEIRS.items()
-        for beside in [kind.__name__ if over == "PyTorch's" else ASKED]
+        for denominator in [kind.__name__ if over == "PyTorch's" else SIMULATED]
     ),
 )  # fmt: skip
 
@@ -230,6 +230,6 @@ def bubble_rows(ranks: int, timings: list[Timings], seconds: float) -> Iterator[
         simulated = float(
             simulate_schedule(SCHEDULES[schedule](ranks, MICROBATCHES)).bubble
         )
-        for beside, other in ((kind.__name__, theirs), (ASKED, simulated)):
-            pair = Pair(f"bubble of {schedule}", beside)
+        for denominator, other in ((kind.__name__, theirs), (SIMULATED, simulated)):
+            pair = Pair(f"bubble of {schedule}", denominator)
             yield row(f"{ranks} ranks", pair, "share", ours, other, ranks=ranks)

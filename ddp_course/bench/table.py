@@ -47,10 +47,10 @@ def grouped(pairs: Iterable[Pair], rows: Rows) -> dict[str, list[tuple[Pair, Fou
     """Return {title of a table: its pairs, each with its rows by case}."""
     panels: dict[str, list[tuple[Pair, Found]]] = {}
     for pair in pairs:
-        both = pair.variant, pair.beside
-        found = {r["case"]: r for r in rows if (r["variant"], r["beside"]) == both}
+        both = pair.variant, pair.denominator
+        found = {r["case"]: r for r in rows if (r["variant"], r["denominator"]) == both}
         if found:
-            panels.setdefault(pair.over or pair.beside, []).append((pair, found))
+            panels.setdefault(pair.over or pair.denominator, []).append((pair, found))
     return panels
 
 
@@ -67,8 +67,8 @@ def ratio_of(row: Mapping[str, Any]) -> float:
 
 
 def title_of(pair: Pair) -> str:
-    """Return a column's head: the variant, without words that `beside` has, too."""
-    own, other = pair.variant.split(), pair.beside.split()
+    """Return a column's head: the variant, without the denominator's words."""
+    own, other = pair.variant.split(), pair.denominator.split()
     shared = own[:-1] == other[:-1] or own[: len(other)] == other
     return pair.title or (own[-1] if shared else pair.variant).replace("_", " ")
 
@@ -77,7 +77,7 @@ def _grid(columns: list[tuple[Pair, Found]]) -> list[str]:
     """Return the lines of a table; a table that would be too wide is split."""
     cases = list(dict.fromkeys(case for _, found in columns for case in found))
     left = [column([], cases, str.ljust)]
-    if len({pair.beside for pair, _ in columns}) == 1:
+    if len({pair.denominator for pair, _ in columns}) == 1:
         (_, found), *_ = columns
         unit, scale = UNITS.get(found[cases[0]]["metric"], ("", 1.0))
         theirs = [number(scale * found[case]["theirs"]) for case in cases]
@@ -94,7 +94,7 @@ def _grid(columns: list[tuple[Pair, Found]]) -> list[str]:
         if sum(len(each[-1]) + 2 for each in (*parts[-1], one)) > WIDTH:
             parts.append(left[:1])
         parts[-1] = [*parts[-1], one]
-    return [line for part in parts for line in beside(part)]
+    return [line for part in parts for line in join_columns(part)]
 
 
 def column(
@@ -105,7 +105,7 @@ def column(
     return [align(cell, width) for cell in (*head, *cells)]
 
 
-def beside(columns: list[list[str]], gap: str = "  ") -> list[str]:
+def join_columns(columns: list[list[str]], gap: str = "  ") -> list[str]:
     """Return the lines of columns side by side, aligned at the bottom."""
     most = max(map(len, columns))
     full = [[" " * len(c[-1])] * (most - len(c)) + c for c in columns]
@@ -125,7 +125,9 @@ def _bars(columns: list[tuple[Pair, Found]]) -> list[str]:
             answer, limit = "no" if missed else "yes", f" at most {bar:g}"
             if pair.control:
                 answer, limit, missed = "noise", ", the same twice", []
-            words = f"  {answer:6} {pair.variant} over {pair.beside}{limit}: {seen}"
+            words = (
+                f"  {answer:6} {pair.variant} over {pair.denominator}{limit}: {seen}"
+            )
             words += f"; not in {'; '.join(missed)}" if missed else ""
             verdicts += textwrap.wrap(words, WIDTH, subsequent_indent=" " * 9)
     return verdicts

@@ -34,15 +34,15 @@ class Pair:
 
     Attributes:
         variant: the variant whose time (or bytes) is the numerator.
-        beside: the variant whose time is the denominator.
+        denominator: the variant whose time the numerator is divided by.
         at_most: the required ratio: a number, or {tokens: number}.
         title: the column's title; by default the variant.
-        over: names the denominator in the table's title; by default `beside`.
+        over: the denominator's name in the table's title; by default `denominator`.
         control: whether both are the same code, so that the ratio shows the noise.
     """
 
     variant: str
-    beside: str
+    denominator: str
     at_most: float | Mapping[int, float] | None = None
     title: str = ""
     over: str = ""
@@ -56,15 +56,15 @@ class Pair:
 
 
 def against(
-    beside: str, variants: Mapping[str, float | Mapping[int, float] | None]
+    denominator: str, variants: Mapping[str, float | Mapping[int, float] | None]
 ) -> list[Pair]:
-    """Return pairs of each variant and `beside`, whose time is the denominator.
+    """Return pairs of each variant with `denominator`.
 
     `variants` maps a name to the required ratio, or None. A variant whose name ends in
     "again" is a control.
     """
     return [
-        Pair(variant, beside, at_most, control=variant.endswith("again"))
+        Pair(variant, denominator, at_most, control=variant.endswith("again"))
         for variant, at_most in variants.items()
     ]
 
@@ -77,7 +77,7 @@ def row(
     `metric` is the unit of `ours` and `theirs`: "seconds", "bytes". `more` are further
     fields for tables and figures, such as a size.
     """
-    fields = {"case": case, "variant": pair.variant, "beside": pair.beside}
+    fields = {"case": case, "variant": pair.variant, "denominator": pair.denominator}
     fields |= {"metric": metric, "ours": ours, "theirs": theirs}
     return fields | {"ratio": ours / theirs} | more
 
@@ -148,8 +148,8 @@ def rows_of(
     """
     times, others = slowest(timings)
     for pair in pairs:
-        if pair.variant in times and pair.beside in times:
-            both = times[pair.variant], times[pair.beside]
+        if pair.variant in times and pair.denominator in times:
+            both = times[pair.variant], times[pair.denominator]
             paired = statistics.median(a / b for a, b in zip(*both, strict=True))
             also = more | {"paired": paired, "turns": len(both[0]), "others": others}
             yield row(case, pair, "seconds", *map(statistics.median, both), **also)

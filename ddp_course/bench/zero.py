@@ -148,7 +148,7 @@ def peaks(case: steps.Case) -> dict[str, int]:
 
     Measured in the third step (`measure.memory_log`).
     """
-    both = [name for p in PEAKS for name in (p.title, p.beside)]
+    both = [name for p in PEAKS for name in (p.title, p.denominator)]
     return {name: _peak(STAGE_3[name], case) for name in both}
 
 
@@ -171,6 +171,6 @@ def _peak(make: steps.Variant, case: steps.Case) -> int:
 def peak_rows(case: steps.Case, peaks_by_rank: list[dict[str, int]]) -> Iterator[Row]:
     """Yield the rows of one case, from the rank with the highest peak."""
     for pair in PEAKS:
-        both = pair.title, pair.beside
+        both = pair.title, pair.denominator
         peaks = (max(rank[name] for rank in peaks_by_rank) for name in both)
         yield row(str(case), pair, "bytes", *peaks, **case.fields)

@@ -74,6 +74,8 @@ def test_spawn_the_busiest_rank_of_a_plain_ring_computes_all_blocks():
 
 def test_spawn_the_bench_compares_a_step_with_its_work_and_with_a_plain_ring():
     hidden, shorter = waiting("some case", 0.5, 0.02, 1)
-    assert (hidden["beside"], shorter["beside"]) == tuple(p.beside for p in PAIRS[-2:])
+    assert (hidden["denominator"], shorter["denominator"]) == tuple(
+        p.denominator for p in PAIRS[-2:]
+    )
     assert hidden["ours"] >= hidden["theirs"]  # no step is shorter than its work
     assert hidden["paired"] == hidden["ratio"]
