@@ -110,7 +110,7 @@ def pull_and_push(turns: int, numel: int = NUMEL) -> Timings:
     return steps.together(ways, turns, 60.0, 1, warm=4)
 
 
-def both(server: Callable[[], object], worker: Callable[[], object]) -> Callable:
+def this_side(server: Callable[[], object], worker: Callable[[], object]) -> Callable:
     """Return this rank's function; rank 0's returns after rank 1's has ended."""
     ended = torch.zeros(1)
 
@@ -140,7 +140,7 @@ def bare(numel: int) -> Callable:
         dist.recv(weights, 0)
         dist.send(gradient, 0)
 
-    return both(server, worker)
+    return this_side(server, worker)
 
 
 def served(numel: int) -> Callable:
@@ -152,14 +152,14 @@ def served(numel: int) -> Callable:
         after_step = lambda version: stepped.release()  # noqa: E731
         server = Server([weight], sgd, group=group, after_step=after_step)
         threading.Thread(target=server.serve, daemon=True).start()
-        return both(stepped.acquire, lambda: None)
+        return this_side(stepped.acquire, lambda: None)
     worker = Worker([weight], group=group)
 
     def work() -> None:
         worker.pull()
         worker.push()
 
-    return both(lambda: None, work)
+    return this_side(lambda: None, work)
 
 
 kept: dict[str, object] = {}  # the objects that rank 0 serves by rpc
@@ -176,7 +176,7 @@ def remote(numel: int) -> Callable:
         rpc.rpc_sync("rank0", remote_pull)
         rpc.rpc_sync("rank0", remote_push, (gradient,))
 
-    return both(lambda: None, work)
+    return this_side(lambda: None, work)
 
 
 def remote_pull() -> Tensor:

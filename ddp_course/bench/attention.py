@@ -67,7 +67,7 @@ def bench(quick: bool) -> Iterator[Row]:
 def computing(length: int, turns: int) -> Timings:
     """Return the seconds of each attention, by turn; all ranks call it."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    whole = drawn(length)
+    whole = random_inputs(length)
 
     def own(assignment: str) -> tuple[list[Tensor], list[Tensor]]:
         places = [torch.tensor([i for some in ranges for i in some])
@@ -91,7 +91,7 @@ def computing(length: int, turns: int) -> Timings:
     return steps.together(ways, turns, 120.0, 1, warm=1)
 
 
-def drawn(length: int) -> list[Tensor]:
+def random_inputs(length: int) -> list[Tensor]:
     """Return q, k, v and a gradient of the output, (B, H, T, D) each."""
     random = torch.Generator().manual_seed(0)
     shape = BATCH, HEADS, length, CHANNELS
@@ -161,7 +161,7 @@ def waited_step(assignment: str, seconds: float) -> list[Event]:
     slow, recorder = SleepingSteps(seconds / c**2), RingRecorder()
     ring = Ring(assigned, parts=[recorder, slow])
     places = [i for some in assigned[rank] for i in some]
-    *qkv, dout = (x[:, :, places] for x in drawn(SHORT))
+    *qkv, dout = (x[:, :, places] for x in random_inputs(SHORT))
     with EventLog() as log, log.span("step"):
         out = ring(*(x.requires_grad_() for x in qkv))
         recorder.op, slow.seconds = "backward", slow.seconds * BACKWARD

@@ -105,15 +105,15 @@ def contest(
     quick: bool,
     variants: Mapping[str, Variant],
     pairs: Iterable[Pair],
-    of: int = 1,
+    sharing: int = 1,
     fits: Callable[[Case, str], bool] = lambda case, name: True,
 ) -> Iterator[Row]:
     """Yield a row for each case (ranks, preset, tokens) and pair.
 
-    `of` is the number of contests that share the bench's time. `fits(case, name)`
+    `sharing` is the number of contests that share the bench's time. `fits(case, name)`
     returns whether a variant can run in a case.
     """
-    each = BUDGET[quick] / of / len(cases(quick))
+    each = BUDGET[quick] / sharing / len(cases(quick))
     for case in cases(quick):
         fitting = {name: make for name, make in variants.items() if fits(case, name)}
         timings = on_ranks(case.ranks, measure, fitting, case, each)

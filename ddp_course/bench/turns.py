@@ -24,8 +24,8 @@ LOUD, ENOUGH = 0.15, 6  # largest CPU share of other programs; fewest calm turns
 Contender = Callable[[], object]  # runs once; may return seconds that it measured
 Times = dict[str, list[float]]
 Row = dict[str, Any]  # one comparison of a bench, see `row`
-Look = tuple[float, float, float]  # seconds, see `look`
-Timings = tuple[Times, list[Look]]  # seconds by contender and turn; `look` by turn
+Clocks = tuple[float, float, float]  # seconds, see `read_clocks`
+Timings = tuple[Times, list[Clocks]]  # seconds by contender and turn; clocks by turn
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ def in_turns(
             must return the same on all ranks.
     """
     times: Times = {name: [] for name in contenders}
-    looks: list[Look] = []
+    spent: list[Clocks] = []
     for turn in range(turns):
         if turn >= 3 and not go_on():
             break
-        before = look()
+        before = read_clocks()
         order = random.Random(turn // 2).sample(list(contenders), len(contenders))
         for name in reversed(order) if turn % 2 else order:
             call = contenders[name]
@@ -118,8 +118,8 @@ def in_turns(
                 measured = call()
             seconds = (time.perf_counter() - start) / max(1, repeat)
             times[name].append(measured if isinstance(measured, float) else seconds)
-        looks.append(tuple(b - a for a, b in zip(before, look(), strict=True)))
-    return times, looks
+        spent.append(tuple(b - a for a, b in zip(before, read_clocks(), strict=True)))
+    return times, spent
 
 
 def slowest(timings: Sequence[Timings]) -> tuple[Times, float]:
@@ -158,7 +158,7 @@ def rows_of(
 # ---- the share of other programs ---------------------------------------------------
 
 
-def look() -> Look:
+def read_clocks() -> Clocks:
     """Return CPU seconds of this process, CPU seconds of all, and the time."""
     return time.process_time(), machine_seconds(), time.perf_counter()
 
@@ -177,12 +177,12 @@ def machine_seconds(stat: Path = Path("/proc/stat")) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def share(looks: list[Look], cores: int | None = None) -> float:
+def share(spent: list[Clocks], cores: int | None = None) -> float:
     """Return the share of the machine (0 to 1) that other programs used.
 
-    `looks` are (own, busy, wall) seconds of one turn in each process of the bench.
+    `spent` has (own, busy, wall) seconds of one turn in each process of the bench.
     """
-    wall = max(wall for _, _, wall in looks)
-    busy = max(busy for _, busy, _ in looks)
-    ours = sum(own for own, _, _ in looks)
+    wall = max(wall for _, _, wall in spent)
+    busy = max(busy for _, busy, _ in spent)
+    ours = sum(own for own, _, _ in spent)
     return max(0.0, busy - ours) / (wall * (cores or os.cpu_count() or 1))

@@ -134,8 +134,8 @@ PAIRS = (*TIMES, *PEAKS)
 
 def bench(quick: bool) -> Iterator[Row]:
     """Yield a row of time for each case and pair; then rows of peak memory."""
-    yield from steps.contest(quick, STAGES_1_AND_2, TIMES, of=2)
-    yield from steps.contest(quick, STAGE_3, TIMES, of=2)
+    yield from steps.contest(quick, STAGES_1_AND_2, TIMES, sharing=2)
+    yield from steps.contest(quick, STAGE_3, TIMES, sharing=2)
     for case in steps.cases(quick):
         yield from peak_rows(case, steps.on_ranks(case.ranks, peaks, case))
 
