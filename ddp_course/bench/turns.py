@@ -102,7 +102,7 @@ def in_turns(
             must return the same on all ranks.
     """
     times: Times = {name: [] for name in contenders}
-    spent: list[Clocks] = []
+    usage: list[Clocks] = []
     for turn in range(turns):
         if turn >= 3 and not go_on():
             break
@@ -118,8 +118,8 @@ def in_turns(
                 measured = call()
             seconds = (time.perf_counter() - start) / max(1, repeat)
             times[name].append(measured if isinstance(measured, float) else seconds)
-        spent.append(tuple(b - a for a, b in zip(before, read_clocks(), strict=True)))
-    return times, spent
+        usage.append(tuple(b - a for a, b in zip(before, read_clocks(), strict=True)))
+    return times, usage
 
 
 def slowest(timings: Sequence[Timings]) -> tuple[Times, float]:
@@ -177,12 +177,12 @@ def machine_seconds(stat: Path = Path("/proc/stat")) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def share(spent: list[Clocks], cores: int | None = None) -> float:
+def share(usage: list[Clocks], cores: int | None = None) -> float:
     """Return the share of the machine (0 to 1) that other programs used.
 
-    `spent` has (own, busy, wall) seconds of one turn in each process of the bench.
+    `usage` has (own, busy, wall) seconds of one turn in each process of the bench.
     """
-    wall = max(wall for _, _, wall in spent)
-    busy = max(busy for _, busy, _ in spent)
-    ours = sum(own for own, _, _ in spent)
+    wall = max(wall for _, _, wall in usage)
+    busy = max(busy for _, busy, _ in usage)
+    ours = sum(own for own, _, _ in usage)
     return max(0.0, busy - ours) / (wall * (cores or os.cpu_count() or 1))
