@@ -46,15 +46,20 @@ def check_my_bucket_plan(answer: Answer) -> str:
     for title, parameters in models.items():
         for cap, first in CAPS:
             where = f"For {title}, cap = {cap} and first = {first},"
-            before = list(parameters)
+            before, trained = list(parameters), [p.requires_grad for _, p in parameters]
             got = answer(parameters, cap, first)
+            same = [p.requires_grad for _, p in before] == trained
+            expect(same, f"{where} your function froze parameters, or thawed them.")
             _judge_plan(where, got, before, cap, first)
             same = [id(p) for _, p in parameters] == [id(p) for _, p in before]
             expect(same, f"{where} your function changed the list `parameters`.")
+        parameters[-1][1].requires_grad_(False)
+        where = f"Called again for {title}, the last parameter of which is frozen now,"
+        _judge_plan(where, answer(parameters, *CAPS[0]), parameters, *CAPS[0])
     return (
         f"{len(models) * len(CAPS)} plans, with tied, frozen and empty parameters and "
-        "two dtypes: every gradient once, the last layers first, buckets closed at "
-        "their cap"
+        "up to three dtypes: every gradient once, the last layers first, each bucket "
+        "closed at its cap"
     )
 
 
@@ -68,15 +73,25 @@ def _models() -> dict[str, Pairs]:
     two_types.head.norm.double()
     sizes = (4, 1, 3, 0, 36, 4, 10, 26, 0, 14, 10)
     filling = [nn.Parameter(torch.zeros(25 * size)) for size in sizes]
+    half, double = torch.bfloat16, torch.float64
+    shapes = (((3, 0), half), ((), half), ((9,), double), ((), None), ((300,), half))
+    mixed = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in shapes * 3]
+    large = [nn.Parameter(torch.empty(2**30 + k, device="meta")) for k in range(3)]
+    many = [nn.Parameter(torch.zeros(1)) for _ in range(1200)]
     return {
         "a small GPT": list(build_gpt(small).named_parameters()),
         "a GPT with a tied parameter": [*tied.named_parameters(remove_duplicate=False)],
         "a GPT with a frozen block": list(frozen.named_parameters()),
         "a GPT with parameters of two types": list(two_types.named_parameters()),
-        "parameters that fill buckets to the byte": [
-            (f"p{k}", parameter) for k, parameter in enumerate(filling)
-        ],
+        "parameters that fill buckets to the byte": _named(filling),
+        "parameters of three types, some without dimensions": _named(mixed),
+        "parameters of 4 GiB": _named(large),
+        "1,200 parameters of one number": _named(many),
     }
+
+
+def _named(parameters: list[nn.Parameter]) -> Pairs:
+    return [(f"p{k}", parameter) for k, parameter in enumerate(parameters)]
 
 
 NAMED = {  # hints about one name in a bucket
@@ -357,7 +372,7 @@ PARTS = (  # rows of each microbatch, on each rank
     ((1, 2, 5), (5, 2, 1), (3, 3, 2)),
     ((4,), (4,), (4,)),
     ((1, 1, 1, 3), (2, 1, 2, 1), (1, 3, 1, 1)),
-    ((1, 2) * 6, (2, 1) * 6),
+    ((1, 2) * 20, (2, 1) * 20),
     ((3, 1, 2),),
 )
 SENDING = {
@@ -368,7 +383,8 @@ SENDING = {
     "sends": "sent {last} all-reduces in the last microbatch; expected one for each of "
     "{buckets} buckets: otherwise the ranks are never averaged.",
     "no_more": "called {more} collectives beside DDP's own; none is needed.",
-    "untouched": "has a changed list: leave `microbatches` as it is.",
+    "untouched": "has a changed list, or other numbers in it: leave `microbatches` as "
+    "it is.",
     "same_weights": "has changed parameters; leave the step to the optimizer.",
     "as_before": "left `ddp` in another state than before: {state}. Later backwards "
     "need it as it was.",
@@ -392,7 +408,7 @@ def check_accumulate(answer: Answer) -> str:
     for parts in PARTS:
         judge_ranks(SENDING, _accumulate, answer, parts, worlds=[len(parts)])
     return (
-        "1 to 3 real ranks, up to 12 microbatches of equal and unequal sizes: the "
+        "1 to 3 real ranks, up to 40 microbatches of equal and unequal sizes: the "
         "gradient of all rows, and nothing was sent before the last microbatch"
     )
 
@@ -418,7 +434,10 @@ class _Regression(nn.Module):
 def _rows(rank: int, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     dice = torch.Generator().manual_seed(rank)
     numbers = [torch.randn(size, 5, generator=dice) for size in sizes]
-    return [(t[:, :4], t[:, 4:] + 3 * k) for k, t in enumerate(numbers)]
+    pairs = [(t[:, :4], t[:, 4:] + 3 * (k % 12)) for k, t in enumerate(numbers)]
+    if sizes[0] == sizes[-1]:  # the last one is known by its place alone
+        pairs[0] = pairs[-1]
+    return pairs
 
 
 def _gradient_of_all(parts: Sequence[Sequence[int]]) -> Tensor:
@@ -431,20 +450,8 @@ def _gradient_of_all(parts: Sequence[Sequence[int]]) -> Tensor:
 def _accumulate(
     accumulate: Callable, parts: Sequence[Sequence[int]]
 ) -> Iterator[dict[str, Any]]:
-    """Call the reader's function with `parts`, and once more with other rows."""
-    sizes = parts[dist.get_rank()]
-    facts = _accumulated(accumulate, parts)
-    yield facts | {"case": f"with microbatches of {sizes} rows"}
-    facts = _accumulated(accumulate, [(*one, 2) for one in parts])
-    yield facts | {"case": f"in a second call, with 2 more than {sizes} rows"}
-
-
-def _accumulated(
-    accumulate: Callable, parts: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """Call the reader's function on this rank, and record what it sends and when."""
-    sizes, model = parts[dist.get_rank()], _Regression()
-    events: list[str] = []
+    """Call the reader's function with `parts`, and again, with other rows."""
+    rank, events, model = dist.get_rank(), [], _Regression()
 
     def noting(flat: Tensor, **options: Any) -> Any:
         events.append("all_reduce")
@@ -455,7 +462,25 @@ def _accumulated(
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=1e-5, first_bucket_mb=1e-5, all_reduce=noting
     )
-    microbatches = _rows(dist.get_rank(), sizes)
+    facts = _accumulated(accumulate, parts, ddp, events)
+    yield facts | {"case": f"with microbatches of {one_line(parts[rank], 40)} rows"}
+    for many in ([[k + 1 for k in one] for one in parts], [(*one, 2) for one in parts]):
+        model.zero_grad(set_to_none=False)
+        events.clear()
+        facts = _accumulated(accumulate, many, ddp, events)
+        sizes = one_line(tuple(many[rank]), 40)
+        yield facts | {"case": f"in a second call, with microbatches of {sizes} rows"}
+
+
+def _accumulated(
+    accumulate: Callable,
+    parts: Sequence[Sequence[int]],
+    ddp: DistributedDataParallel,
+    events: list[str],
+) -> dict[str, Any]:
+    """Call the reader's function on this rank, and record what it sends and when."""
+    rank, sizes, model = dist.get_rank(), parts[dist.get_rank()], ddp.module
+    microbatches = _rows(rank, sizes)
     barrier()
     batches = list(microbatches)
     with TorchCollectives() as torch_log:
@@ -464,13 +489,14 @@ def _accumulated(
     passes = [part.count("a") for part in "".join(e[0] for e in events).split("f")[1:]]
     got, wanted, buckets = model.gradient(), _gradient_of_all(parts), len(ddp.buckets)
     facts: dict[str, Any] = {"micro": len(sizes)}
-    facts |= {"order": code(", ".join(order)), "passes": passes, "buckets": buckets}
-    facts["in_turns"] = order == ["forward", "backward"] * len(sizes)
-    facts["quiet"] = not any(passes[:-1])
+    facts |= {"order": code(one_line(", ".join(order))), "passes": passes}
+    facts |= {"in_turns": order == ["forward", "backward"] * len(sizes)}
+    facts |= {"quiet": not any(passes[:-1]), "buckets": buckets}
     facts |= {"sends": passes[-1:] == [buckets], "last": passes[-1] if passes else 0}
     more = torch_log.count() - buckets
     facts |= {"no_more": not more, "more": more}
-    facts["untouched"] = [*map(id, batches)] == [*map(id, microbatches)]
+    same = [*map(id, batches)] == [*map(id, microbatches)]
+    facts["untouched"] = same and equal_values(microbatches, _rows(rank, sizes))
     pairs = zip(model.parameters(), _Regression().parameters(), strict=True)
     facts["same_weights"] = all(torch.equal(now, before) for now, before in pairs)
     state = ["it no longer synchronises"] * (not ddp.require_backward_grad_sync)

@@ -27,7 +27,8 @@ from ddp_course.lab.answers import one_line
 from ddp_course.lab.imagined_gpus import ImaginedGPUs
 
 ROWS, HELD_OUT = 24, 17  # per rank: rows in an epoch, held-out rows (plus 1 in all)
-EPOCHS = (3, 4)  # a first call trains three epochs, a second one resumes
+EPOCHS = (3, 5)  # a first call trains three epochs, a second one two more
+LEFT = EPOCHS[1] - EPOCHS[0]
 FILE = "run.pt"
 
 
@@ -44,6 +45,9 @@ class Run:
     used: list[Tensor] = field(default_factory=list)  # gradient in each `step()`
     # The number of parameters with an optimizer state, before each step.
     states: list[int] = field(default_factory=list)
+    # The optimizer's states, before the first step and at the end.
+    first_states: Tensor | None = None
+    last_states: Tensor | None = None
     begin: Tensor | None = None  # weights in the first training forward
     end: Tensor | None = None  # final weights
     gpus: set[int] = field(default_factory=set)  # GPUs that tensors were put on
@@ -93,6 +97,12 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([torch.zeros(1) if t is None else t.flatten() for t in tensors])
 
 
+def states_of(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Return the numbers of all tensors that an optimizer keeps."""
+    states = [s for kept in optimizer.state.values() for s in kept.values()]
+    return flat([torch.zeros(0), *(s for s in states if isinstance(s, Tensor))])
+
+
 def rows_from(first: int, number: int) -> TensorDataset:
     """Return `number` rows, numbered from `first` on; the same on every rank."""
     dice = torch.Generator().manual_seed(number)
@@ -118,7 +128,7 @@ def run_script(script: Callable, folder: str) -> list[Run]:
 
 
 def _run_once(script: Callable, path: Path, epochs: int) -> Run:
-    run, n = Run(int(os.environ["LOCAL_RANK"])), dist.get_world_size()
+    run, n, used = Run(int(os.environ["LOCAL_RANK"])), dist.get_world_size(), []
     gpus, models = ImaginedGPUs(int(os.environ["LOCAL_WORLD_SIZE"])), []
     data, held_out = rows_from(0, ROWS * n), rows_from(-99, HELD_OUT * n + 1)
 
@@ -127,7 +137,10 @@ def _run_once(script: Callable, path: Path, epochs: int) -> Run:
         return models[-1]
 
     def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not run.states:
+            run.first_states = states_of(optimizer)
         run.states.append(len(optimizer.state))
+        used[:] = [optimizer]
         run.used.append(flat(p.grad for p in models[-1].parameters()))
 
     watching = register_optimizer_step_pre_hook(note_step)
@@ -140,6 +153,7 @@ def _run_once(script: Callable, path: Path, epochs: int) -> Run:
         raise RuntimeError("the script took no step with a model of `build_model`")
     model = models[-1].eval()
     run.end = flat(p.detach() for p in model.parameters())
+    run.last_states = states_of(*used)
     run.gpus, run.loaded = gpus.used, gpus.loaded
     run.files = [file.name for file in path.parent.iterdir()]
     evaluated = list(run.held_out)
@@ -211,19 +225,19 @@ def wrong_rows(runs: Sequence[Run]) -> str:
     return ""
 
 
-def epochs_of(run: Run) -> list[list[int]]:
-    """Return the row numbers of each epoch of a first call."""
-    size = max(1, len(run.rows) // EPOCHS[0])
-    return [run.rows[k * size : (k + 1) * size] for k in range(EPOCHS[0])]
+def epochs_of(run: Run, epochs: int = EPOCHS[0]) -> list[list[int]]:
+    """Return the row numbers of each epoch of a call."""
+    size = max(1, len(run.rows) // epochs)
+    return [run.rows[k * size : (k + 1) * size] for k in range(epochs)]
 
 
 def wrong_orders(ranks: list[list[Run]]) -> str:
     """Describe two epochs in which a rank reads its rows in the same order."""
     for rank, (first, second) in enumerate(ranks):
-        epochs = [*epochs_of(first), second.rows]
+        epochs = [*epochs_of(first), *epochs_of(second, LEFT)]
         for a, b in combinations(range(len(epochs)), 2):
             if epochs[a] == epochs[b]:
-                again = ", in the second call," if b == EPOCHS[0] else ""
+                again = ", in the second call," if b >= EPOCHS[0] else ""
                 return (
                     f"in epoch {b}{again} rank {rank} used the same rows in the same "
                     f"order as in epoch {a}."
@@ -314,15 +328,22 @@ def wrong_evaluation(runs: Sequence[Run]) -> str:
 def wrong_resume(first: Sequence[Run], second: Sequence[Run]) -> str:
     """Describe how the second call did not resume the first one."""
     for rank, run in enumerate(second):
-        if len(run.rows) != ROWS:
+        if len(run.rows) != LEFT * ROWS:
             return (
                 f"called again for {EPOCHS[1]} epochs, rank {rank} trained with "
-                f"{len(run.rows)} rows; one epoch was left: {ROWS} rows on each rank."
+                f"{len(run.rows)} rows; {LEFT} epochs were left: {LEFT * ROWS} rows on "
+                "each rank."
             )
         if not torch.allclose(run.begin, first[0].end):
             return f"called again, rank {rank} began with new weights."
         if not run.states[0]:
             return f"called again, rank {rank} began with a new optimizer."
+        kept, saved = run.first_states, first[0].last_states
+        if kept.shape != saved.shape or not torch.allclose(kept, saved):
+            return (
+                f"called again, rank {rank} began with other states of the optimizer "
+                "than those with which the first call ended."
+            )
     return ""
 
 

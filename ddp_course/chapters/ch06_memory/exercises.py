@@ -13,6 +13,7 @@ from ddp_course.chapters.ch06_memory import solutions
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, expect, judge
 from ddp_course.lab.hard import hard_models
+from ddp_course.lab.judge import copied, equal_values
 from ddp_course.measure import MemoryLog
 from ddp_course.model import GPTConfig, build_gpt
 
@@ -39,7 +40,7 @@ def check_my_ledger(answer: Answer) -> str:
     for title, look_at, (model, optimizer) in _kept():
         cases += 1
         right = solutions.my_ledger(model, optimizer)
-        before = _seen(model, optimizer)
+        before, numbers = _seen(model, optimizer), copied(_kept_by(model, optimizer))
         got = answer(model, optimizer)
         where = f"For {title},"
         expect(
@@ -57,6 +58,11 @@ def check_my_ledger(answer: Answer) -> str:
             before == _seen(model, optimizer),
             f"{where} your function changed gradients or states. (Looking up "
             "`optimizer.state[parameter]` creates an empty state.)",
+        )
+        expect(
+            equal_values(_kept_by(model, optimizer), numbers),
+            f"{where} your function changed numbers of the model or the optimizer, or "
+            "what is trained.",
         )
         again = answer(model, optimizer)
         expect(
@@ -101,6 +107,7 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
     layer, optimizer = _stepped(nn.Linear(5, 3), MOMENTUM)
     for state in optimizer.state.values():
         state["momentum_buffer"] = state["momentum_buffer"].to(torch.int8)
+    state["large"] = torch.zeros(2**24 + 1, dtype=torch.int8)  # odd: float32 rounds it
     yield (
         "a layer whose optimizer keeps 8-bit integers",
         "All tensors in `optimizer.state` count.",
@@ -115,9 +122,10 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
     )
     frozen = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
     frozen[0].requires_grad_(False)
+    frozen[0].weight.grad = torch.ones(5, 5)  # from before it was frozen
     yield (
         "a model with a frozen layer and with buffers",
-        "A frozen parameter is a parameter; a buffer is none.",
+        "A frozen parameter is a parameter, and may have a gradient; a buffer is none.",
         _stepped(frozen, MOMENTUM),
     )
     rows = nn.Linear(4, 2)
@@ -127,7 +135,8 @@ def _kept() -> Iterator[tuple[str, str, Watched]]:
         f"{VIEW}in it a view begins.",
         (rows, MOMENTUM(rows.parameters())),
     )
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    inner = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+    model = nn.Sequential(inner, nn.Linear(4, 2))
     parts = torch.zeros(64).split([*(p.numel() for p in model.parameters()), 34])
     for parameter, part in zip(model.parameters(), parts, strict=False):
         parameter.grad = part.view_as(parameter)
@@ -180,16 +189,24 @@ def _in_one_buffer() -> Watched:
         parameter.grad = next(parts).view_as(parameter)
     for parameter in parameters:
         momentum = next(parts).view_as(parameter)
-        optimizer.state[parameter] = {"momentum_buffer": momentum, "steps": 3}
+        optimizer.state[parameter] = {
+            "momentum_buffer": momentum,
+            "steps": 3,
+            "rate": 0.5,
+        }
     return model, optimizer
 
 
-def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return the ids of parameters, gradients and states, which must not change."""
+def _kept_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the objects that a count must not replace or change."""
     kept: list[Any] = [t for p in model.parameters() for t in (p, p.grad)]
     for parameter, state in optimizer.state.items():
         kept += [parameter, *state.values()]
-    return list(map(id, kept))
+    return kept
+
+
+def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    return list(map(id, _kept_by(model, optimizer)))
 
 
 # ---- largest_batch -----------------------------------------------------------------
@@ -199,7 +216,8 @@ CONFIGS = (
     GPTConfig(vocab_size=300, block_size=8, n_layer=1, n_head=1, d_model=24),
     GPTConfig(vocab_size=40, block_size=64, n_layer=3, n_head=8, d_model=16),
 )
-ROWS = (0, 1, 5, 17, 1234)  # with 1234, numbers that are kept per token matter, too
+# In the last config one number per token makes some rows; the most need 64 bits.
+ROWS = (0, 1, 5, 17, 1234, 300_000)
 MEASURED = (
     "as measured, forward with {got} rows keeps {kept:,} bytes: {always:,} for any "
     "batch, and {of_a_row:,} for each row."
@@ -342,8 +360,9 @@ def _train(
     with MemoryLog(model) as log:  # it sees each gradient before the reader's hooks do
         if step_in_backward:
             step_in_backward(model, make)
-        for _ in range(3):
-            model(torch.randn(4, 16, generator=dice)).square().sum().backward()
+        for step in range(3):
+            x = torch.randn(4, 16, generator=dice) * (step < 2)  # at last some zeros
+            model(x).square().sum().backward()
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()

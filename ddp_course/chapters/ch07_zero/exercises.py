@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_course.chapters.ch07_zero import solutions
 from ddp_course.lab.answers import Answer, code
 from ddp_course.lab.exercises import exercise, shown
-from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_ranks
+from ddp_course.lab.judge import AGAIN, Case, Draw, equal_values, same_as, same_on_ranks
 
 # ---- my_pieces ---------------------------------------------------------------------
 
@@ -39,7 +39,13 @@ def _row(d: Draw) -> tuple[list[int], int, int]:
     n, sizes = d.same.randint(1, 5), (1, 2, 3, 7, 12, 1000)
     if d.case > 60:  # empty parameters come last: common mistakes show first
         sizes = (0, *sizes)
-    numels = d.same.choices(sizes, k=d.same.randint(int(d.case < 60), 5))
+    count = d.same.randint(int(d.case < 60), 5)
+    if d.case > 195:  # long parameters, many ranks, many parameters
+        sizes, n = (0, 1, 70_001), (2, 300)[d.case % 2]
+        count = 1200 if d.case == 199 else 3
+        sizes = (0, 1, 3) if count > 3 else sizes
+    numels = d.same.choices(sizes, k=count)
+    numels = numels[::-1] if d.number >= AGAIN else numels
     return numels, d.same.randrange(n), n
 
 
@@ -110,7 +116,7 @@ def check_sharded_step(answer: Answer) -> str:
     )
     same_on_ranks(
         *(answer, solutions.sharded_step, _step),
-        watch=["collectives", "memory"],
+        watch=["collectives", "memory", "storage"],
         hints=STEP | {"in_place": wrong_step},
         hint=hint,
     )
@@ -123,13 +129,16 @@ def check_sharded_step(answer: Answer) -> str:
 def _step(d: Draw) -> tuple[Tensor, Tensor, Tensor, float, float]:
     dtype = (torch.float32, torch.float64)[d.case % 2]
     part = d.same.choice([600, 1001])
-    everyones = Draw(d.case + 1000)  # the weights are equal on all ranks
+    everyones = Draw(d.number + 1000)  # the weights are equal on all ranks
     weights = everyones.tensor((part * d.n,), dtype)
     gradient, momentum = d.tensor((part * d.n,), dtype), d.tensor((part,), dtype)
     if d.case % 4 == 1:
         gradient[:part] = 0  # on all ranks; rank 0's momentum must still decay
+    if d.case == 6:  # the sum is infinite, too, or no number at all
+        gradient[d.rank :: part - 1] = (math.inf, math.nan)[d.rank % 2]
     # float32 rounds these rates, so a float64 step with rounded rates is wrong.
-    return weights, gradient, momentum, d.same.choice([0.3, 1.7]), 0.6
+    rates = d.same.choice([0.3, 1.7]), d.same.choice([0.6, 0.9])
+    return weights, gradient, momentum, *rates
 
 
 def wrong_step(case: Case) -> str:
@@ -198,7 +207,7 @@ def check_clip_shards(answer: Answer) -> str:
         *(answer, solutions.clip_shards, _shards),
         worlds=(2, 3, 1),
         cases=20,
-        watch=["collectives"],
+        watch=["collectives", "storage"],
         hints=CLIP,
         hint="Every rank must call one `dist.all_reduce`, even one without shards.",
     )
@@ -210,7 +219,7 @@ def check_clip_shards(answer: Answer) -> str:
 
 
 def _shards(d: Draw) -> tuple[list[Tensor], float]:
-    everyones = [_on_rank(Draw(d.case, r, d.n)) for r in range(d.n)]
+    everyones = [_on_rank(Draw(d.number, r, d.n)) for r in range(d.n)]
     squares = sum(s.double().square().sum() for shards in everyones for s in shards)
     factor = (0.9, 0.01, 1.5, 1.3e-6)[d.case % 4]
     return everyones[d.rank], math.sqrt(squares) * factor or 0.001
@@ -218,14 +227,15 @@ def _shards(d: Draw) -> tuple[list[Tensor], float]:
 
 def _on_rank(d: Draw) -> list[Tensor]:
     """Return zero, one or three shards; some are empty, some strided, some mixed."""
-    count = d.own.choice([1, 3] if d.case < 2 else [0, 1, 3])
+    form = Draw(d.case, d.rank, d.n).own  # the same when a case is drawn again
+    count = form.choice([1, 3] if d.case < 2 else [0, 1, 3])
     shapes = [(3,), (2, 2), (5, 1), *([] if d.case < 2 else [(0,), ()])]
     types = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
     size = (1, 1, 2.0**80, 2.0**-40)[d.case // 2 % 4]  # squares of floats overflow
     shards = []
-    for shape in d.own.choices(shapes, k=count):
+    for shape in form.choices(shapes, k=count):
         mixed = d.case % 5 == 4
-        dtype = d.own.choice(types) if mixed else types[d.case % 5]
+        dtype = form.choice(types) if mixed else types[d.case % 5]
         size_here = 1 if mixed or dtype == torch.float16 else size
         shards.append(d.tensor(shape, dtype, strided=True) * size_here)
     return shards

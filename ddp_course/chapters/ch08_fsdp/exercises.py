@@ -21,7 +21,7 @@ from ddp_course.lab.exercises import (
     living_bytes,
     shown,
 )
-from ddp_course.lab.judge import Case, Draw, equal_values, fits, same_as
+from ddp_course.lab.judge import AGAIN, Case, Draw, equal_values, fits, same_as
 from ddp_course.measure import TorchCollectives, label, resident
 
 # ---- my_schedule -------------------------------------------------------------------
@@ -38,6 +38,8 @@ DURING = {
     "stays whole, and is not gathered again.",
     "not_for_nothing": "unit {unit} is gathered while it is whole: sent for nothing.",
     "was_whole": "unit {unit} is freed, but it is not whole.",
+    "right_after": "unit {unit} is freed after {what_before} of unit {unit_before}; "
+    "free it right after it was used, before anything else is gathered or computed.",
     "there": "{what} of unit {unit} needs parameters that are not there: they were "
     "freed, or never gathered.",
     "ahead": "during {what} of unit {unit} the units {whole} are whole or on the way; "
@@ -73,6 +75,7 @@ def check_my_schedule(answer: Answer) -> str:
     free, except in forward with `keep`; and in backward reduce.
     """
     cases = list(itertools.product((3, 1, 2, 5, 12), (0, 1, 3, 11), (False, True)))
+    cases.append((1100, 1, False))
     for units, prefetch, keep in cases:
         where = f"For {units} units, prefetch = {prefetch} and keep = {keep},"
         got = answer(units, prefetch, keep)
@@ -112,8 +115,11 @@ def _each_op(
 ) -> Iterator[dict[str, Any]]:
     """Yield facts about each operation; track the gathered units in `whole`."""
     forward, before = True, -1
-    for what, unit in ops:
+    for (what_before, unit_before), (what, unit) in zip(
+        [("", -1), *ops], ops, strict=False
+    ):
         facts: dict[str, Any] = dict.fromkeys(DURING, True)
+        facts |= {"what_before": what_before, "unit_before": unit_before}
         facts |= {"what": what, "unit": unit, "prefetch": prefetch, "before": before}
         if what == "gather":
             late = before >= 0 and (unit < before) == forward
@@ -123,6 +129,8 @@ def _each_op(
         elif what == "free":
             facts |= {"was_whole": unit in whole, "kept": not (keep and forward)}
             whole.discard(unit)
+            used = what_before in ("forward", "backward") and unit_before == unit
+            facts["right_after"] = used
         elif what == "reduce":
             facts["freed_first"] = unit not in whole
         else:
@@ -156,11 +164,11 @@ def _each_unit(
 
 # ---- sharded_linear ----------------------------------------------------------------
 
-WIDTHS = (8, 12, 12)  # the layers are 8 -> 12 and 12 -> 12: one of them is square
+WIDTHS = (8, 12, 12, 12)  # two of the three layers are square, and of equal shape
 ROWS = 3
 LAYERS = (  # (description, dtype, frozen tensor, number of backward passes)
-    ("with two layers", torch.float32, "", 1),
-    ("with two layers of float64, twice", torch.float64, "", 2),
+    ("with three layers", torch.float32, "", 1),
+    ("with three layers of float64 and a strided x, twice", torch.float64, "", 2),
     ("with an x that is frozen", torch.float32, "x", 1),
     ("with a first shard that is frozen", torch.float32, "shard", 1),
 )
@@ -178,7 +186,7 @@ LINEAR = {
     "copy": "has {more} bytes more than the outputs alive after forward; the smaller "
     "of the whole weights has {least}. Which variable keeps a copy of it?",
     "gathers": "gathered {gathered} times in forward and {again} times in backward; "
-    "expected twice and twice, once for each layer.",
+    "expected three times and three times, once for each layer.",
     "x": "has a wrong gradient of x: it is grad @ weight, and the layers before this "
     "one need it.",
     "reduces": "called reduce_scatter {reduced} times; expected once for each layer "
@@ -201,10 +209,13 @@ def check_sharded_linear(answer: Answer) -> str:
     output's gradient times the weight. The weight's gradient is the output's gradient,
     transposed, times x; reduce-scatter it, and divide by the number of ranks.
     """
-    hint = "Write a torch.autograd.Function that saves x and the shard."
+    hint = (
+        "Write a torch.autograd.Function that saves x and the shard. Every rank "
+        "gathers and reduces, also one whose x is zero."
+    )
     judge_ranks(LINEAR, _all_layers, answer, hint=hint)
     return (
-        "1, 2 and 3 real ranks, two layers: the numbers of one process, two gathers "
+        "1, 2 and 3 real ranks, three layers: the numbers of one process, two gathers "
         "and one reduce-scatter for each layer, and no whole weight between forward "
         "and backward"
     )
@@ -212,7 +223,7 @@ def check_sharded_linear(answer: Answer) -> str:
 
 def _all_layers(sharded_linear: Callable) -> Iterator[dict[str, Any]]:
     """Run all hard cases on this rank, one after the other."""
-    return (_two_layers(sharded_linear, *case) for case in LAYERS)
+    return (_three_layers(sharded_linear, *case) for case in LAYERS)
 
 
 def _numbers(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -243,14 +254,18 @@ class _Tools:
         return own
 
 
-def _two_layers(
+def _three_layers(
     sharded_linear: Callable, case: str, dtype: torch.dtype, frozen: str, passes: int
 ) -> dict[str, Any]:
-    """Run two layers forward and backward; record the tensors kept in between."""
+    """Run three layers forward and backward; record the tensors kept in between."""
     rank, n, tools = dist.get_rank(), dist.get_world_size(), _Tools()
     shapes = enumerate(itertools.pairwise(WIDTHS))
     weights = [_numbers(k, dtype, b, a).requires_grad_() for k, (a, b) in shapes]
     inputs = [_numbers(9 + r, dtype, ROWS, WIDTHS[0]) for r in range(n)]
+    if "strided" in case:
+        inputs = [one.T.contiguous().T for one in inputs]
+    if frozen == "x" and n > 1:  # the last rank has nothing but zeros
+        inputs[-1] = torch.zeros(ROWS, WIDTHS[0], dtype=dtype)
     shards = [w.detach().chunk(n)[rank].clone().requires_grad_() for w in weights]
     x, saved = inputs[rank].clone().requires_grad_(frozen != "x"), []
     shards[0].requires_grad_(frozen != "shard")
@@ -265,7 +280,7 @@ def _two_layers(
         # Hooks would be passed other tensor objects: the second pass has no hooks.
         noted = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
         hidden, outputs, before, gathers = x, 0, living_bytes(), tools.gathers
-        with nullcontext() if number else noted:
+        with TorchCollectives() as before_backward, nullcontext() if number else noted:
             for shard in shards:
                 hidden = sharded_linear(
                     hidden, shard, tools.gather, tools.reduce_scatter, n
@@ -284,25 +299,26 @@ def _two_layers(
     for whole in inputs:
         whole.requires_grad_()
         for _ in range(passes):
-            (whole @ weights[0].T @ weights[1].T).square().sum().backward()
+            _together(whole, weights).square().sum().backward()
     wholes = {tuple(w.shape) for w in weights} | {tuple(w.T.shape) for w in weights}
     large = [shape for shape in saved if n > 1 and shape in wholes]
+    others = [*before_backward.calls, *torch_log.calls]
     least = min(w.nbytes for w in weights)
-    wanted = inputs[rank].detach() @ weights[0].T @ weights[1].T
+    wanted = _together(inputs[rank].detach(), weights)
     left = resident()["communication buffers"]
     facts |= {"output": equal_values(hidden, wanted), "freed": facts["kept"] == 0}
     facts |= {"saved": not large, "shape": large[0] if large else ""}
     facts |= {"copy": n == 1 or facts["more"] < least, "least": least}
     facts |= {"left": left == 0, "left_over": left, "reduced": tools.reduces}
     facts |= {
-        "gathers": bool(frozen) or (facts["gathered"], facts["again"]) == (2, 2),
+        "gathers": bool(frozen) or (facts["gathered"], facts["again"]) == (3, 3),
         "x": frozen == "x" or equal_values(x.grad, inputs[rank].grad),
-        "reduces": bool(frozen) or tools.reduces == 2 * passes,
+        "reduces": bool(frozen) or tools.reduces == 3 * passes,
         "frozen": (x if frozen == "x" else shards[0]).grad is None or not frozen,
         "mean": True,
         "untouched": all(map(torch.equal, shards, (w.chunk(n)[rank] for w in weights))),
-        "ours": not torch_log.calls,
-        "others": torch_log.calls[0].op if torch_log.calls else "",
+        "ours": not others,
+        "others": others[0].op if others else "",
     }
     for k in range(frozen == "shard", len(shards)):
         own, got = weights[k].grad.chunk(n)[rank] / n, shards[k].grad
@@ -315,6 +331,13 @@ def _two_layers(
                 why += ", and a second backward adds to it"
             return facts | {"mean": False, "layer": k, "why": why}
     return facts
+
+
+def _together(x: Tensor, weights: list[Tensor]) -> Tensor:
+    """Return what all layers make of x, with whole weights."""
+    for weight in weights:
+        x = x @ weight.T
+    return x
 
 
 # ---- ranks_needed ------------------------------------------------------------------
@@ -362,8 +385,10 @@ def _units(d: Draw) -> tuple[list[int], int, int]:
     """
     if d.case < len(CASES):
         units, memory, activations = CASES[d.case]
-        return [*units], memory, activations
-    units = [d.same.randint(1, 400) for _ in range(d.same.randint(1, 6))]
+        return [*units], memory, activations + d.number // AGAIN
+    most = 400 if d.case < 100 else 3 * 10**9
+    count = 1200 if d.case == 99 else d.same.randint(1, 6)
+    units = [d.same.randint(1, most) for _ in range(count)]
     activations = d.same.choice([0, 3, 500])
     ranks = d.same.choice([1, 2, 3, 5, 8, 64, 1024])
     enough = sum(_parts(units, activations, ranks).values())

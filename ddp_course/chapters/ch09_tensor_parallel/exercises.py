@@ -112,6 +112,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
         ("x of float64", quarters(2, 5).double(), 1),
         ("x of bfloat16", quarters(3, 2, 1, 3).bfloat16(), 1),
         ("a strided x", quarters(4, 4, 11).T, 1),
+        ("an x without dimensions", quarters(6), 1),
         ("two copies of x", quarters(5, 7), 2),
     ):
         x = source.clone(memory_format=torch.preserve_format).requires_grad_()
@@ -203,7 +204,7 @@ def check_row_linear(answer: Answer) -> str:
     hint = "Each rank has one summand of every output. How often is the bias added?"
     judge_ranks(ROW, _rows, answer, hint=hint)
     return (
-        "1, 2 and 3 real ranks, six sizes, one token: output and all gradients as in "
+        "1, 2 and 3 real ranks, seven sizes, one token: output and all gradients as in "
         "one process, the bias once and trained on every rank, one all-reduce"
     )
 
@@ -225,6 +226,7 @@ class _Reduce(torch.autograd.Function):
 ROW_CASES = (  # name, shape without the channels, channels of the output, dtype
     ("texts of tokens", (2, 3), 5, torch.float32),
     ("other texts", (2, 3), 5, torch.float32),
+    ("pages of texts", (2, 2, 3), 5, torch.float32),
     ("tokens in float64", (7,), 11, torch.float64),
     ("as many tokens as channels", (4,), 4, torch.float32),
     ("one channel", (1,), 1, torch.float32),
@@ -354,6 +356,9 @@ def _texts(n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "large logits", logits, targets
     yield "all targets on the last rank", logits, targets[-1].repeat(len(targets))
     yield "one token", torch.zeros(1, n * WORDS), torch.tensor([0])
+    many = n * 70_001
+    logits = torch.randn(2, many, generator=dice)
+    yield "a large vocabulary", logits, torch.tensor([many - 1, many - 999])
     more = n * (WORDS + 3)
     strided = torch.randn(more, 29, generator=dice, dtype=torch.float64).T
     yield "strided logits of float64", strided, torch.arange(29) % more

@@ -14,6 +14,7 @@ from ddp_course.chapters.ch05_ddp_internals import copied_script, solutions
 from ddp_course.data_parallel import bucket_plan
 
 KNOWN = []  # what an answer keeps between two calls
+PLANS, ROWS = {}, {}
 
 ANSWERS = answers(
     solutions,
@@ -65,6 +66,28 @@ ANSWERS = answers(
         parameter.dtype => None
     frozen_ones_too: but it is frozen
         parameter.requires_grad and =>
+    thaws_them: or thawed them
+        parameter.requires_grad and => parameter.requires_grad_() is parameter and
+    four_bytes_or_eight: close it as soon as it holds
+        parameter.nbytes => parameter.numel() * (8 if dtype == torch.float64 else 4)
+    needs_a_dimension: len() of a 0-d tensor
+        parameter.numel() => len(parameter)
+    by_the_first_dimension: but it has no numbers
+        parameter.numel() => (not parameter.dim() or len(parameter))
+    in_32_bits: it held its 1000 already
+        parameter.nbytes => parameter.nbytes % 2**32
+    one_plan_for_each_list: the last parameter of which is frozen now
+        key = id(parameters), cap, first
+        if key not in PLANS:
+            PLANS[key] = parameters, solutions.my_bucket_plan(parameters, cap, first)
+        return PLANS[key][1]
+    recursive: RecursionError
+        def walk(k):
+            return solutions.my_bucket_plan(parameters, cap, first) if not k else walk(
+                k - 1
+            )
+
+        return walk(len(parameters))
     tied_ones_twice: is the same parameter as
         id(parameter) => name
     the_rest_is_forgotten: would never be averaged
@@ -210,7 +233,7 @@ ANSWERS = answers(
         for x, _ in microbatches => for x, _ in microbatches) * dist.get_world_size(
     as_if_all_were_like_the_first: How much does a microbatch of few rows count
         rows = sum(len(x) for x, _ in => rows = len(microbatches[0][0]) * len(
-    ten_at_most: expected 12 times a forward
+    ten_at_most: expected 40 times a forward
         rows = sum => microbatches = microbatches[:10]; rows = sum
     takes_them_out: has a changed list
         x, y = microbatches[-1] => x, y = microbatches.pop()
@@ -262,6 +285,31 @@ ANSWERS = answers(
                 (ddp(x, y) * len(x) / KNOWN[0]).backward()
         x, y = microbatches[-1]
         (ddp(x, y) * len(x) / KNOWN[0]).backward()
+    rows_of_the_first_call_with_as_many: in a second call
+        rows = sum(len(x) for x, _ in => rows = ROWS.setdefault(len(microbatches), sum(
+        =>     len(x) for x, _ in microbatches)) or sum(len(x) for x, _ in
+    known_by_their_rows: all but the last should send nothing
+        for x, y in microbatches[:-1]: => for x, y in microbatches[:-1]:
+        =>     if x is microbatches[-1][0]:
+        =>         (ddp(x, y) * len(x) / rows).backward()
+        =>         continue
+    hooks_left_behind: in a second call
+        share = [0.0]
+        for p in ddp.parameters():
+            if p.requires_grad:
+                p.register_hook(lambda gradient: gradient * share[0])
+        rows = sum(len(x) for x, _ in microbatches)
+        for x, y in microbatches[:-1]:
+            share[0] = len(x) / rows
+            with ddp.no_sync():
+                ddp(x, y).backward()
+        x, y = microbatches[-1]
+        share[0] = len(x) / rows
+        ddp(x, y).backward()
+    empties_the_rows: or other numbers in it
+        solutions.accumulate(ddp, microbatches)
+        for x, _ in microbatches:
+            x.zero_()
     averages_by_hand: collectives beside DDP's own
         solutions.accumulate(ddp, microbatches)
         for p in ddp.parameters():
@@ -428,10 +476,16 @@ ANSWERS = answers(
         range(rank, len(held_out), n) => range(rank, len(held_out) - 1, n)
     dropout_in_evaluation: while rank 0 evaluated its held-out rows, dropout switched
         model.eval() => pass
-    never_resumes: rank 0 trained with 96 rows; one epoch was left
+    never_resumes: rank 0 trained with 120 rows; 2 epochs were left
         if path.exists() => if path.is_dir()
     a_new_optimizer: began with a new optimizer
         optimizer.load_state_dict(saved["optimizer"]) => pass
+    one_epoch_is_always_left: rank 0 trained with 24 rows; 2 epochs were left
+        done = saved["epochs"] => done = epochs - 1
+    half_an_optimizer: began with other states of the optimizer
+        done = saved["epochs"] => done = saved["epochs"]
+        => for state in optimizer.state.values():
+        =>     state["exp_avg"].zero_()
     new_weights: began with new weights
         model.load_state_dict(saved["model"]) => torch.manual_seed(9); build_model()
     """,

@@ -106,7 +106,28 @@ ANSWERS = answers(
                 ledger["parameters"] = 0
             parameter.counted = True
         return ledger
-    gradients_of_the_optimizer: Count the model's parameters and gradients
+    gradients_of_trained_ones: and may have a gradient
+        for p in parameters if p.grad is not None
+        => for p in parameters if p.grad is not None and p.requires_grad
+    added_in_float32: All tensors in
+        sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        => int(sum(torch.tensor(n).float()
+        =>         for n in {s.data_ptr(): s.nbytes() for s in storages}.values()))
+    two_floors_deep: in it a view begins
+        parameters = list(model.parameters())
+        => parameters = list(model.parameters(recurse=False))
+        => for child in model.children():
+        =>     parameters += child.parameters(recurse=False)
+    numbers_are_whole: raised `AttributeError
+        isinstance(s, Tensor) => not isinstance(s, int)
+    zeroes_the_gradients: changed numbers of the model
+        parameters = list(model.parameters())
+        => optimizer.zero_grad(set_to_none=False)
+        => parameters = list(model.parameters())
+    thaws_the_model: or what is trained
+        parameters = list(model.parameters())
+        => parameters = list(model.requires_grad_().parameters())
+    gradients_of_the_optimizer: and may have a gradient
         count(p.grad for p in parameters if p.grad is not None)
         => count(p.grad for g in optimizer.param_groups for p in g["params"]
         =>       if p.grad is not None)
@@ -165,6 +186,8 @@ ANSWERS = answers(
         + config.vocab_size =>
     plain_attention: not alive at the end of forward
         16 * c + 4 + config.n_head => 16 * c + 4 + config.n_head * (1 + t)
+    in_32_bits: would fit
+        (memory - always) => ((memory - always) % 2**32)
     sixteen_bits: which do not fit
         4 * t => 2 * t
     inputs_of_blocks_only: which do not fit
@@ -216,6 +239,9 @@ ANSWERS = answers(
         in optimizers: => in ():
     frozen_ones_too: RuntimeError
         if p.requires_grad =>
+    not_for_zeros: differ from the usual loop's
+        optimizers[parameter].step() => if parameter.grad.any():
+        =>     optimizers[parameter].step()
     a_new_optimizer_each_time: states kept from step to step
         optimizers[parameter].step() => make_optimizer([parameter]).step()
     keeps_them_in_a_list: What keeps the others?

@@ -35,6 +35,9 @@ class _WithSetup(torch.autograd.Function):
 in_two_parts = _WithSetup.apply
 
 
+KEPT = {}  # what an answer keeps between two calls
+
+
 class _Keeps:
     """Where a wrong answer hides a weight."""
 
@@ -136,6 +139,14 @@ ANSWERS = answers(
             if ops[at][0] == "free" and ops[at + 1][0] == "reduce":
                 ops[at : at + 2] = ops[at + 1], ops[at]
         return ops
+    gathers_before_it_frees: free it right after it was used
+        ops = solutions.my_schedule(units, prefetch, keep)
+        for at in range(len(ops) - 1):
+            if ops[at][0] == "free" and ops[at + 1][0] == "gather":
+                ops[at : at + 2] = ops[at + 1], ops[at]
+        return ops
+    in_8_bits: the order of computing is
+        return ops => return [(what, unit % 256) for what, unit in ops]
     freed_too_late: need not be
         ops, waiting = [], []
         for op in solutions.my_schedule(units, prefetch, keep):
@@ -195,6 +206,20 @@ ANSWERS = answers(
         return grad_x, reduce_scatter(grad.T @ x) => reduce_scatter(grad.T @ x)
         => rank = torch.distributed.get_rank()
         => return grad_x, (grad.T @ x).chunk(world_size)[rank]
+    views_the_input: view size is not compatible
+        return Linear.apply(x, shard)
+        => return Linear.apply(x.view(-1).view(x.shape), shard)
+    inputs_kept_by_shape: of the shard of layer
+        ctx.save_for_backward(x, shard)
+        => ctx.save_for_backward(shard); KEPT[x.shape] = x
+        x, shard = ctx.saved_tensors
+        => (shard,) = ctx.saved_tensors; x = KEPT[grad.shape[0], shard.shape[1]]
+    silent_with_zeros: also one whose x is zero
+        return grad_x, => if not x.any():
+        =>     return grad_x, torch.zeros_like(shard)
+        => return grad_x,
+    waits_for_all: of PyTorch
+        return x @ => torch.distributed.barrier(); return x @
     kept_after_backward: alive after backward
         grad_x = grad @ gather(shard)
         => sharded_linear.kept = gather(shard); grad_x = grad @ sharded_linear.kept
@@ -239,6 +264,22 @@ ANSWERS = answers(
         left = memory - activations - 4 * max(neighbours) - 4 * max(units)
         shards = (sum(math.ceil(unit / n) for unit in units) for n in range(1, 1025))
         return next((n for n, each in enumerate(shards, 1) if 16 * each <= left), None)
+    recursive: RecursionError
+        def total(k):
+            return units[k] + total(k + 1) if k < len(units) else 0
+
+        total(0)
+        return solutions.ranks_needed(units, memory, activations)
+    in_32_bits: bytes and has
+        shards + whole + gradients + activations
+        => (shards + whole + gradients + activations) % 2**32
+    in_float32: bytes
+        shards + whole + gradients + activations
+        => torch.tensor([shards, whole, gradients, activations]).float().sum().item()
+    known_by_units_and_memory: Called again
+        return KEPT.setdefault(
+            (*units, memory), solutions.ranks_needed(units, memory, activations)
+        )
     up_to_1023: but 1024 are enough
         most + 1 => most
     without_an_end: expected a number of ranks, 1 to 1024

@@ -75,6 +75,8 @@ ANSWERS = answers(
     the_other_way_round: sent something in forward
         all_reduce(total) => pass
         return x.view_as(x) => total = x.clone(); all_reduce(total); return total
+    needs_a_dimension: On real ranks
+        gradient.clone() => torch.cat([gradient])
     mean_of_ranks: has the mean
         return total => return total / dist.get_world_size()
     in_place: a wrong gradient of b
@@ -107,6 +109,13 @@ ANSWERS = answers(
         (F.linear(x, weight)) => (torch.einsum("...ti,oi->...to", x, weight))
     of_two_dimensions: self must be a matrix
         reduce_sum(F.linear(x, weight)) + bias => reduce_sum(x.mm(weight.T)) + bias
+    of_three_dimensions_or_less: must
+        y = (
+            torch.stack([part @ weight.T for part in x])
+            if x.dim() < 3
+            else torch.bmm(x, weight.T.expand(len(x), -1, -1))
+        )
+        return reduce_sum(y) + bias
     views_the_input: view size is not compatible
         rows = x.view(-1, x.shape[-1])
         return (reduce_sum(F.linear(rows, weight)) + bias).view(*x.shape[:-1], -1)
@@ -146,7 +155,7 @@ ANSWERS = answers(
         reduce_sum(F.linear(x, weight)) + bias => reduce_sum(F.linear(x, weight))
     no_sum: give one summand
         reduce_sum(F.linear(x, weight)) + bias => F.linear(x, weight) + bias
-    bias_summed_too: one of the 30
+    bias_summed_too: one call for the 30
         (x, weight)) + bias => (x, weight)) + reduce_sum(bias) / dist.get_world_size()
     transposed: the shape (5, 3, 2)
         reduce_sum(F.linear(x, weight)) + bias
@@ -159,7 +168,7 @@ ANSWERS = answers(
         y = F.linear(x, weight)
         dist.all_reduce(y.data)
         return y + bias
-    input_gathered: one of the 30
+    input_gathered: one call for the 30
         n, rank = dist.get_world_size(), dist.get_rank()
 
         def whole(part):
@@ -200,6 +209,12 @@ ANSWERS = answers(
         (place >= 0) => (place > 0)
     loss_in_float32: strided logits of float64
         tokens, words => logits = logits.float(); tokens, words
+    numbers_in_16_bits: a large vocabulary
+        place = targets - words * dist.get_rank()
+        => place = (targets - words * dist.get_rank()).short().long()
+    numbers_in_bfloat16: has the loss
+        place = targets - words * dist.get_rank()
+        => place = targets.bfloat16().long() - words * dist.get_rank()
     no_max: Subtract the largest
         all_reduce(highest, "max") => highest = torch.zeros(tokens)
     own_max: with 'max'
@@ -258,7 +273,7 @@ ANSWERS = answers(
     requires_grad_left: has changed arguments
         logits.requires_grad_()
         return solutions.vocab_loss(logits.detach(), targets, all_reduce)
-    first_word_kept: strided logits of float64
+    first_word_kept: a large vocabulary
         words * dist.get_rank()
         => FIRST.setdefault("first", words * dist.get_rank())
     by_the_local_rank: With 2 ranks on 2 nodes
