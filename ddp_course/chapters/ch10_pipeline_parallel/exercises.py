@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import weakref
@@ -74,6 +75,10 @@ COSTS = (
     ([0.9, 0.9, 0.9, 2.0], 2),
     ([0, 0, 5, 0, 5], 3),  # layers without cost count as layers, too
     ([2, 3, 5, 7, 11, 13, 17, 19, 23], 4),
+    ([0, 0, 0], 2),
+    ([5e12, 2e12, 1e12, 1e12, 4e12], 3),  # in operations
+    ([3e-7, 2e-7, 2e-7, 1e-7, 5e-7], 2),  # in seconds
+    ([5, 1, 4, 1, 3, 9, 2, 6, 5], 7),
 )
 
 
@@ -98,7 +103,7 @@ def _costs(d: Draw) -> tuple[list[float], int]:
         costs, stages = COSTS[d.case]
         return [*costs], stages
     layers, most = d.same.randint(1, 9), d.same.choice([3, 9, 30])
-    costs = [d.same.randint(0, 4 * most) / d.same.choice([4, 1]) for _ in "1" * layers]
+    costs = [d.own.randint(0, 4 * most) / d.own.choice([4, 1]) for _ in "1" * layers]
     return costs, d.same.randint(1, min(layers, 4))
 
 
@@ -135,11 +140,13 @@ def _dearest(costs: Sequence[float], sizes: Sequence[int]) -> float:
 
 SAMPLES, WIDE, WORDS = 2, 4, 8  # rows of a microbatch; channels; number of tokens
 MICROBATCHES = {1: 2, 2: 11, 3: 4}  # {number of ranks: number of microbatches}
-# {step: (dtype of the tokens, whether all stages but the last are frozen)}
+# {step: (dtype of the tokens, dtype of the weights, whether all stages but the last
+# are frozen and in evaluation mode)}
 STEPS = {
-    "the first step": (torch.int64, False),
-    "the second step, tokens of 32 bits": (torch.int32, False),
-    "all stages but the last frozen": (torch.int64, True),
+    "the first step": (torch.int64, torch.float32, False),
+    "the second step, tokens of 32 bits": (torch.int32, torch.float32, False),
+    "weights of 64 bits, without gradients": (torch.int64, torch.float64, False),
+    "all stages but the last frozen": (torch.int64, torch.float32, True),
 }
 STEP = {
     "each_once": "called `{way}_in` for the microbatches {order}; each of the {m} has "
@@ -158,8 +165,11 @@ STEP = {
     "own_messages": "sent {sent} messages and called {collectives} collectives; "
     "expected {wanted} messages, sent by the four functions in the arguments, and "
     "nothing else.",
-    "mode": "has put the stage into evaluation mode; the stage trains, with dropout.",
-    "frozen": "has changed a weight's `requires_grad`; leave frozen weights frozen.",
+    "mode": "has put the stage into training or into evaluation mode; leave that, and "
+    "with it dropout, to the caller.",
+    "frozen": "has changed a weight's `requires_grad`, or the gradient of a frozen "
+    "weight; leave frozen weights frozen.",
+    "weights": "has changed weights; the optimizer does that, after the step.",
     "reached": "has a weight without a gradient: backward did not reach it.",
     "added": "has lost what was in `grad` before the step: gradients add up, until the "
     "optimizer's owner calls `zero_grad`.",
@@ -193,19 +203,23 @@ def check_my_stage_step(answer: Answer) -> str:
     )
 
 
-def _stages(p: int, frozen: bool) -> list[nn.Module]:
-    """Return the stages of a model of small integers: no sum is ever rounded."""
+def _stages(p: int, frozen: bool, dtype: torch.dtype) -> list[nn.Module]:
+    """Return the stages of a model of small integers: no sum is ever rounded.
+
+    If `dtype` is float32, weights have gradients of an earlier step.
+    """
     stages: list[nn.Module] = []
     for rank in range(p):
         layer = nn.Linear(WIDE, WIDE)
         first = nn.ReLU() if rank else nn.Embedding(WORDS, WIDE)
-        stages.append(orders.whole_numbers(nn.Sequential(first, layer), seed=rank))
+        stage = orders.whole_numbers(nn.Sequential(first, layer), seed=rank).to(dtype)
+        stages.append(stage)
         layer.bias.requires_grad_(False)
         if frozen and rank < p - 1:
-            stages[-1].requires_grad_(False)
-        for parameter in stages[-1].parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.ones_like(parameter)  # from an earlier step
+            stage.requires_grad_(False).eval()
+        for parameter in stage.parameters():
+            if parameter.requires_grad and dtype == torch.float32:
+                parameter.grad = torch.ones_like(parameter)
     return stages
 
 
@@ -228,8 +242,10 @@ def _trained(stage: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in stage.parameters() if weight.requires_grad]
 
 
-def _gradients_alone(p: int, m: int, frozen: bool) -> list[list[Tensor | None]]:
-    stages, tokens = _stages(p, frozen), _tokens(m)
+def _gradients_alone(
+    p: int, m: int, frozen: bool, dtype: torch.dtype
+) -> list[list[Tensor | None]]:
+    stages, tokens = _stages(p, frozen, dtype), _tokens(m)
     for k in range(m):
         x = tokens[k]
         for stage in stages:
@@ -246,9 +262,10 @@ class _Saved:
 class _Boundaries:
     """The four functions that a stage gets; they record their calls."""
 
-    def __init__(self, m: int, dtype: torch.dtype) -> None:
+    def __init__(self, m: int, tokens: torch.dtype, dtype: torch.dtype) -> None:
+        self.dtype = dtype  # of what crosses the boundaries
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
-        self.tokens, self.outputs, self.m = _tokens(m).to(dtype), {}, m
+        self.tokens, self.outputs, self.m = _tokens(m).to(tokens), {}, m
         self.events: list[tuple[str, int]] = []
         self.alive: list[int] = []  # number of saved tensors after each backward
         self.saved: weakref.WeakSet = weakref.WeakSet()
@@ -300,6 +317,10 @@ class _Boundaries:
                 f"{what} got {one_line(tensor)}; the boundary's tensors have the shape "
                 f"{(SAMPLES, WIDE)}"
             )
+        if tensor.dtype != self.dtype:
+            raise TypeError(
+                f"{what} got a tensor of {tensor.dtype}; the stage has {self.dtype}"
+            )
         return tensor
 
     def _send(self, tensor: Tensor, peer: int) -> None:
@@ -307,7 +328,7 @@ class _Boundaries:
         self.works.append((dist.isend(sent, peer), sent))
 
     def _receive(self, peer: int) -> Tensor:
-        got = torch.empty(SAMPLES, WIDE)
+        got = torch.empty(SAMPLES, WIDE, dtype=self.dtype)
         dist.irecv(got, peer).wait()
         return _strided(got)
 
@@ -319,17 +340,19 @@ class _Boundaries:
 
 
 def _steps_on_rank(my_stage_step: Callable) -> Iterator[dict[str, Any]]:
-    for case, (dtype, frozen) in STEPS.items():
-        yield {"case": case} | _step_on_rank(my_stage_step, dtype, frozen)
+    for case, kinds in STEPS.items():
+        yield {"case": case} | _step_on_rank(my_stage_step, *kinds)
 
 
 def _step_on_rank(
-    my_stage_step: Callable, dtype: torch.dtype, frozen: bool
+    my_stage_step: Callable, tokens: torch.dtype, dtype: torch.dtype, frozen: bool
 ) -> dict[str, Any]:
     """Run one step of this rank's stage, and return the facts to judge."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    m, stage = MICROBATCHES[n], _stages(n, frozen)[rank]
-    ends, trained = _Boundaries(m, dtype), _trained(stage)
+    m, stage = MICROBATCHES[n], _stages(n, frozen, dtype)[rank]
+    ends, trained = _Boundaries(m, tokens, dtype), _trained(stage)
+    before, modes = copy.deepcopy(stage), [stage.training]
+    stage.register_forward_pre_hook(lambda *_: modes.append(stage[1].training))
     barrier()
     hooks = torch.autograd.graph.saved_tensors_hooks(ends.pack, lambda s: s.tensor)
     with watched() as record, hooks:
@@ -341,7 +364,7 @@ def _step_on_rank(
     dist.all_gather_object(numbers, [k for _, k in ends.events])
     peers = [peer for peer in (rank + 1, rank - 1) if 0 <= peer < n]
     got = [weight.grad for weight in trained]
-    right = _gradients_alone(n, m, frozen)[rank]
+    right = _gradients_alone(n, m, frozen, dtype)[rank]
     reached = all(gradient is not None for gradient in got)
     pairs = list(zip(got, right, strict=True))
     same = [reached and torch.equal(a, b) for a, b in pairs]
@@ -358,8 +381,12 @@ def _step_on_rank(
     result |= {key: len(record[key]) for key in ("sent", "collectives")}
     own = sorted(record["sent"]) == messages and not record["collectives"]
     result["own_messages"] = own
-    result["mode"] = all(module.training for module in stage.modules())
+    modes += [module.training for module in stage.modules()]
+    result["mode"] = len({*modes}) == 1
+    untrained = [weight for weight in stage.parameters() if not weight.requires_grad]
     result["frozen"] = len(_trained(stage)) == len(trained)
+    result["frozen"] &= all(weight.grad is None for weight in untrained)
+    result["weights"] = all(map(torch.equal, stage.parameters(), before.parameters()))
     result |= {"reached": reached, "added": not lost, "gradients": all(same)}
     result |= {"got": shown([None, *got][wrong + 1])}
     result |= {"right": shown([None, *right][wrong + 1])}

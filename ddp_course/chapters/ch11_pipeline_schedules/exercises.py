@@ -17,7 +17,7 @@ from ddp_course.pipeline.schedule import Action, Schedule
 # ---- my_one_f_one_b ----------------------------------------------------------------
 
 # (ranks, microbatches)
-SHAPES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 1), (2, 12))
+SHAPES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 1), (2, 12), (12, 17))
 
 
 @exercise("my_one_f_one_b", solution=solutions.my_one_f_one_b)
@@ -57,7 +57,7 @@ def check_my_one_f_one_b(answer: Answer) -> str:
 # ---- place_weights -----------------------------------------------------------------
 
 # (ranks, microbatches), with at least one microbatch per rank
-SPLIT = ((2, 3), (4, 8), (3, 3), (4, 5), (1, 2), (5, 9), (2, 12))
+SPLIT = ((2, 3), (4, 8), (3, 3), (4, 5), (1, 2), (5, 9), (2, 12), (12, 13), (1, 101))
 
 
 @exercise("place_weights", solution=solutions.place_weights)
@@ -178,6 +178,16 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
     for schedule in examples:
         yield f"the correct {schedule.name}", _rows(schedule)
         yield f"{schedule.name} with the ranks in reverse order", _rows(schedule)[::-1]
+    yield "a rank without actions", [["0F0", "0B0"], []]
+    v_shaped = ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]
+    yield "stages in the shape of a V", [row.split() for row in v_shaped]
+    yield "a last stage without a forward", [["0F0", "0B0"], ["1B0"]]
+    long = _rows(one_f_one_b(2, 600))
+    yield "a long schedule", long
+    yield (
+        "a long schedule without its last forward",
+        [long[0][:-3] + long[0][-2:], long[1]],
+    )
     dice = random.Random(0)
     for number in range(CHANGED):
         schedule = examples[5 if number >= 60 else number % 4]
@@ -187,7 +197,7 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
         if number % 3:
             row[a], row[b] = row[b], row[a]
             yield f"{schedule.name} with {row[b]} and {row[a]} exchanged", rows
-        elif "B" in row[a]:
+        else:
             yield f"{schedule.name} without {row.pop(a)}", rows
 
 

@@ -31,7 +31,7 @@ def place_weights(row: list[str], rank: int) -> list[str]:
 def who_waits(rows: list[list[str]]) -> dict[int, str]:
     """Return {rank: the action at which it waits forever}; empty if all finish."""
     last = max(
-        int(action.split("F")[0]) for row in rows for action in row if "F" in action
+        int(action.replace("B", "F").split("F")[0]) for row in rows for action in row
     )
     done: set[str] = set()
 

@@ -30,12 +30,12 @@ def _record(d: Draw, pushes: int | None = None) -> Record:
 
     `pushes` is the number of pushes; None draws a number up to 40.
     """
-    workers = d.same.sample(range(1, 400), d.same.randint(1, 12))
+    workers = d.own.sample(range(400), d.own.randint(1, 12))
     pushes = d.same.randint(0, 40) if pushes is None else pushes
     has, record = set(), []
     while pushes:
-        worker = d.same.choice(workers)
-        what = "push" if worker in has and d.same.random() < 0.7 else "pull"
+        worker = d.own.choice(workers)
+        what = "push" if worker in has and d.own.random() < 0.7 else "pull"
         has.add(worker)
         pushes -= what == "push"
         record.append((what, worker))
@@ -57,6 +57,7 @@ RECORDS = {  # {what the record shows: record}; tried first, for the clearest hi
         *(("pull", 3), ("pull", 1), ("pull", 2), ("push", 3), ("pull", 3), ("push", 1)),
     ],
     "nobody has pushed": [("pull", 4)],
+    "nothing has happened": [],
 }
 
 
@@ -99,6 +100,7 @@ def check_my_staleness(answer: Answer) -> str:
 
 # ---- my_replay -----------------------------------------------------------------------
 
+REPLAYS = 40  # records for my_replay; the last one is long
 LR = 0.125, 0.5  # powers of two: lr times a gradient is exact, in any order
 
 
@@ -130,14 +132,18 @@ def check_my_replay(answer: Answer) -> str:
         "at the weights which its worker has pulled last, and is lr times each "
         "subtracted once, in the order of the record?",
     }
-    same_as(answer, solutions.my_replay, _replayed, cases=40, exact=True, hints=hints)
-    return "40 records, two dtypes, equal to the last bit"
+    same_as(
+        answer, solutions.my_replay, _replayed, cases=REPLAYS, exact=True, hints=hints
+    )
+    return f"{REPLAYS} records, three dtypes, equal to the last bit"
 
 
 def _replayed(d: Draw) -> tuple[Record, Tensor, Gradients, float]:
-    dtype = (torch.float32, torch.bfloat16)[d.case % 2]
-    weights = d.tensor((2, 3), torch.float32, strided=d.case > 9) / 700
-    return _record(d), weights.to(dtype), Gradients(), d.same.choice(LR)
+    dtype = (torch.float32, torch.bfloat16, torch.float64)[d.case % 3]
+    shape = d.same.choice([(2, 3), (2, 3), (5,), ()])
+    weights = d.tensor(shape, torch.float32, strided=d.case > 9) / 700
+    record = _record(d, 1500 if d.case == REPLAYS - 1 else None)
+    return record, weights.to(dtype), Gradients(), d.same.choice(LR)
 
 
 def wrong_calls(case: Case) -> str:
@@ -163,6 +169,7 @@ CLOCKS = (
     ({1: 7, 3: 9, 11: 8}, 11, 1, "workers have left, and 1 is not too far behind"),
     ({1: 700, 2: 0}, 1, math.inf, "without a bound nobody waits"),
     ({5: 6}, 5, 0, "the worker is alone"),
+    ({1: 3_000_000_001, 2: 3_000_000_000}, 1, 0, "worker 1 is 1 ahead"),
 )
 
 
@@ -198,8 +205,8 @@ def _clocks(d: Draw) -> tuple[dict[int, int], int, float]:
     if d.case < len(CLOCKS):
         clocks, worker, bound, _ = CLOCKS[d.case]
         return dict(clocks), worker, bound
-    workers = d.same.sample(range(1, 30), d.same.randint(1, 6))
-    clocks = {worker: d.same.randint(0, 8) for worker in workers}
+    workers = d.same.sample(range(30), d.same.randint(1, 9))
+    clocks = {worker: d.own.randint(0, 8) for worker in workers}
     return (
         clocks,
         d.same.choice(workers),
@@ -258,11 +265,14 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
         barrier()
         if rank == 0:
             weights = after[0].clone()
+            view = weights.view_as(weights)  # with the same memory
             with messages_of() as seen:
                 my_server(weights, lr, len(order))
             to = sorted(peer for peer, _ in seen["sent"])
-            facts |= seen | {"got": shown(weights), "right": shown(after[-1]), "to": to}
-            facts["in_place"] = equal_values(weights, after[-1])
+            facts |= seen | {"got": shown(view), "right": shown(after[-1]), "to": to}
+            facts["in_place"] = all(
+                equal_values(one, after[-1]) for one in (weights, view)
+            )
             facts["sends_whole"] = to == sorted(order)
         else:
             first = order.index(rank)

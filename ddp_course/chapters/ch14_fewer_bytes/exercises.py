@@ -51,6 +51,7 @@ class EachInTurn:
     __hash__ = object.__hash__
 
 
+LONG = 29  # this case has many steps
 EACH_IN_TURN = "one number, another in each call"
 COMPRESSORS: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest number alone": largest,
@@ -110,7 +111,7 @@ def _stream(d: Draw) -> tuple[Callable, list[list[Tensor]]]:
     third = d.case // (2 * len(COMPRESSORS))
     ranks, unit = 1 + third % 2, 2.0**-6
     if third == 2:
-        steps, unit = 20, 2.0**-40
+        steps, unit = 110 if d.case == LONG else 20, 2.0**-40
     tensors = [
         [d.tensor(shape, dtype) * unit for _ in range(steps)] for _ in range(ranks)
     ]
@@ -123,15 +124,16 @@ def _sender(my_memory: Callable) -> Callable:
     def send_all(compress: Callable, streams: list[list[Tensor]]) -> list[Any]:
         """Return (sent tensor, gradient after the call) for each step and rank.
 
-        A rank copies each gradient into the same tensor, as DDP does, and overwrites
-        the tensor that was sent, as an in-place all-reduce does.
+        A rank copies gradients into two tensors in turns, and overwrites the tensor
+        that was sent, as an in-place all-reduce does.
         """
         sends = [my_memory(compress) for _ in streams]
         if not all(map(callable, sends)):
             return []
-        buckets = [torch.empty_like(stream[0]) for stream in streams]
+        pairs = [(torch.empty_like(s[0]), torch.empty_like(s[0])) for s in streams]
         sent = []
-        for gradients in zip(*streams, strict=True):
+        for step, gradients in enumerate(zip(*streams, strict=True)):
+            buckets = [pair[step % 2] for pair in pairs]
             for send, bucket, gradient in zip(sends, buckets, gradients, strict=True):
                 got = send(bucket.copy_(gradient))
                 is_tensor = isinstance(got, Tensor)
@@ -204,7 +206,7 @@ TOPK = {
 }
 GRADIENTS = (  # (shape, k)
     *(((2, 3), 2), ((7,), 3), ((5,), 5), ((142, 141), 10), ((9,), 3)),
-    *(((4, 2, 2), 5), ((1,), 1), ((40_000,), 100), ((2, 3), 2), ((3000,), 20)),
+    *(((4, 2, 2), 5), ((), 1), ((40_000,), 100), ((2, 3), 2), ((3000,), 20)),
 )
 STRIDED, TINY, COARSE = 3, 4, 9  # cases: not contiguous, squares are zero, bfloat16
 
@@ -221,14 +223,14 @@ def check_my_topk_mean(answer: Answer) -> str:
     """
     same_on_ranks(
         *(answer, solutions.my_topk_mean, _gradient),
-        worlds=(3, 2),
+        worlds=(3, 2, 1),
         cases=len(GRADIENTS),
         watch=["bytes"],
         hints=TOPK | {"right": wrong_mean},
         hint="Every rank calls the same collectives, with tensors of the same size.",
     )
     return (
-        f"{2 * len(GRADIENTS)} gradients on two and three real ranks; only indices and "
+        f"{3 * len(GRADIENTS)} gradients on one to three real ranks; only indices and "
         "values travel, by the operating system's count"
     )
 
@@ -316,9 +318,10 @@ def _outer(
 ) -> tuple[list[Tensor], list[list[Tensor]], list[Tensor], float, float]:
     shapes = d.same.choices([(2, 2), (3,), (), (0,)], k=d.same.randint(1, 4))
     dtype = (torch.float32, torch.float64)[d.case % 2]
-    ranks = d.same.randint(2 if d.case < 5 else 1, 4)
+    ranks, strided = d.same.randint(2 if d.case < 5 else 1, 4), d.case % 4 > 1
     common, momentum, *replicas = (
-        [d.tensor(shape, dtype) / 64 for shape in shapes] for _ in range(ranks + 2)
+        [d.tensor(shape, dtype, strided=strided) / 64 for shape in shapes]
+        for _ in range(ranks + 2)
     )
     return (
         common,

@@ -118,6 +118,20 @@ ANSWERS = answers(
         => return [[rest.pop(0) for _ in range(size)] for size in best(0, num_stages)[1]
     sorted_first: all others wait for it
         before = => costs.sort(reverse=True); before =
+    cut_from_a_thousand: all others wait for it
+        least, best = 1000, [1] * (num_stages - 1) + [len(costs) - num_stages + 1]
+        for inner in itertools.combinations(range(1, len(costs)), num_stages - 1):
+            ends = [0, *inner, len(costs)]
+            dearest = max(sum(costs[a:b]) for a, b in itertools.pairwise(ends))
+            if dearest < least:
+                least, best = dearest, [b - a for a, b in itertools.pairwise(ends)]
+        return best
+    rounded_costs: all others wait for it
+        accumulate(costs => accumulate([round(cost, 6) for cost in costs]
+    shares_of_the_sum: ZeroDivisionError
+        accumulate(costs => accumulate([cost / sum(costs) for cost in costs]
+    four_stages_at_most: stages; expected 7
+        return best(0, num_stages)[1] => return best(0, min(num_stages, 4))[1]
     an_empty_stage: without layers
         best(0, num_stages)[1] => [len(costs), *[0] * (num_stages - 1)]
     dear_layers_only: [0, 0, 5, 0, 5]
@@ -201,6 +215,36 @@ ANSWERS = answers(
         kept = [] => stage.zero_grad(); kept = []
     in_evaluation_mode: into evaluation mode
         kept = [] => stage.eval(); kept = []
+    in_training_mode: into training or into
+        kept = [] => stage.train(); kept = []
+    forward_without_dropout: into evaluation mode
+        y = stage(x) => was = stage.training
+        => y = stage.eval()(x)
+        => stage.train(was)
+    activations_of_32_bits: must require a gradient before
+        x.is_floating_point() => str(x.dtype) == "torch.float32"
+    gradients_are_there: NoneType
+        y.backward(gradient) => import torch
+        => its = [p for p in stage.parameters() if p.requires_grad]
+        => its += [x] if x.requires_grad else []
+        => found = torch.autograd.grad(y, its, gradient)
+        => x.grad = found[-1] if x.requires_grad else None
+        => for parameter, its_gradient in zip(its, found, strict=True):
+        =>     if parameter is not x:
+        =>         parameter.grad += its_gradient
+    zeros_for_frozen_weights: leave frozen weights frozen
+        kept = [] => kept = []
+        => for parameter in stage.parameters():
+        =>     if parameter.grad is None:
+        =>         parameter.grad = 0 * parameter.detach()
+    steps_too: the optimizer does that
+        for k, (x, y) in enumerate(kept) => weights = list(stage.parameters())
+        => for k, (x, y) in enumerate(kept)
+        backward_out(k, x.grad) => backward_out(k, x.grad)
+        => if k == num_microbatches - 1:
+        =>     for weight in weights:
+        =>         if weight.grad is not None:
+        =>             weight.data -= 0.5 * weight.grad
     begins_with_zeros: has lost what was in `grad`
         kept = [] => stage.zero_grad(set_to_none=False); kept = []
     sent_with_its_graph: Hand on `y.detach()`

@@ -68,6 +68,8 @@ ANSWERS = answers(
         in_flight < num_ranks - rank => in_flight < rank + 1
     last_forgotten: is missing
         return row => return row[:-1]
+    at_most_eight: GPipe's bubble is
+        in_flight < num_ranks - rank => in_flight < min(num_ranks - rank, 8)
     backward_first: before
         return row => return row[::-1]
     one_twice: is run twice
@@ -129,6 +131,10 @@ ANSWERS = answers(
         return placed + due => row[:] = placed + due; return row
     a_whole_backward: does not belong there
         return placed + due => return [action.replace("I", "B") for action in row]
+    ranks_of_one_digit: is missing
+        if "I" in action => if action[1] == "I"
+    microbatches_of_two_digits: is run twice
+        action.replace("I", "W") => action.replace("I", "W")[: len(str(rank)) + 3]
     w_of_the_microbatch_after: is run twice
         # A W for the next I's microbatch, not for its own.
         k = row[-1][row[-1].index("I") + 1 :]
@@ -150,10 +156,7 @@ ANSWERS = answers(
     by_striking_out:
         # Strikes actions out of what is needed, until nothing changes.
         left = {rank: list(row) for rank, row in enumerate(rows)}
-        stages = {
-            action.split("F")[0] for row in rows for action in row if "F" in action
-        }
-        end, before = max(map(int, stages)), None
+        end, before = _last(rows), None
 
         def needs(action):
             op = "F" if "F" in action else "B"
@@ -197,6 +200,31 @@ ANSWERS = answers(
         for row in rows:
             row.clear()
         return waits
+    of_forwards_alone: a last stage without a forward
+        replace("B", "F").split("F")[0])
+        => replace("B", "F").split("F")[0]) * ("F" in action)
+    no_idle_rank: IndexError
+        done: set[str] = set() => done = {row[0] for row in rows if row[0] == "0F0"}
+    a_hundred_rounds: Look at a rank again
+        while going => for _ in range(100)
+    one_call_for_each_action: RecursionError
+        last, done = _last(rows), set()
+        left = [list(row) for row in rows]
+
+        def go():
+            for row in left:
+                if row:
+                    op, stage, k = _parts(row[0])
+                    needs = {f"{stage - 1}F{k}"} if op == "F" and stage else set()
+                    if op == "B":
+                        needs = {f"{stage}F{k}"}
+                        needs |= {f"{stage + 1}B{k}"} if stage < last else set()
+                    if needs <= done:
+                        done.add(row.pop(0))
+                        return go()
+
+        go()
+        return {rank: row[0] for rank, row in enumerate(left) if row}
     waits_of_one_digit: ValueError
         return solutions.who_waits([[a[:2] + a[-1] for a in row] for row in rows])
     stage_s_on_rank_s_mod_p: comes to its end

@@ -92,6 +92,8 @@ ANSWERS = answers(
         size = solutions.from_bits(sign, exponent, fraction)
         whole = math.isfinite(size) and size == int(size) and size != 0
         return int(size) if whole else size
+    an_exponent_of_one_bit: ValueError
+        2 ** (len(exponent) - 1) - 1 => int("1" * (len(exponent) - 1), 2)
     four_bits_have_no_inf: the exponent has 4 bits
         "0" not in exponent => "0" not in exponent and len(exponent) != 4
     """,
@@ -142,8 +144,13 @@ ANSWERS = answers(
     pairs_that_shift: must match the size
         zip(parameters, masters, strict=True)
         => zip([p for p in parameters if p.grad is not None], masters, strict=False)
-    another_storage: another storage
+    another_storage: gave `parameters` other memory
         parameter.data.copy_(master) => parameter.data = master.to(parameter.dtype)
+    copies_in_other_memory: gave `masters` other memory
+        master -= => master.data = master -
+    viewed_gradients: view size is not compatible
+        parameter.grad.to(master.dtype)
+        => parameter.grad.view(-1).float().view_as(master)
     skips_inf: taken from the copy
         if parameter.grad is not None
         => if parameter.grad is not None and parameter.grad.isfinite().all()
@@ -195,6 +202,11 @@ ANSWERS = answers(
     powers_of_two: in a row
         scale, clean = solutions.next_scale(scale, clean, found, interval)
         return 2.0 ** round(math.log2(scale)), clean
+    scale_of_32_bits: in a row
+        scale, clean = solutions.next_scale(scale, clean, found, interval)
+        return torch.tensor(scale).item(), clean
+    count_of_16_bits: in a row
+        scale, clean + 1 => scale, int(np.array(clean + 1).astype(np.int16))
     never_below_one: an inf was found
         scale / 2, 0 => max(scale / 2, 1.0), 0
     counts_by_itself: in a row

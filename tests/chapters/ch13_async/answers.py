@@ -118,6 +118,21 @@ ANSWERS = answers(
                 weights.grad = gradient(worker, pulled[worker])
                 sgd.step()
         return weights
+    a_call_for_each_event: RecursionError
+        def rest(k, now, pulled):
+            if k == len(record):
+                return now
+            what, worker = record[k]
+            if what == "pull":
+                return rest(k + 1, now, {**pulled, worker: now})
+            return rest(k + 1, now - lr * gradient(worker, pulled[worker]), pulled)
+
+        return rest(0, weights.clone(), {})
+    in_32_bits: of float64
+        # Computes in bfloat16 or in float32.
+        coarse = weights.dtype == torch.bfloat16
+        x = weights if coarse else weights.float()
+        return solutions.my_replay(record, x, gradient, lr)
     never_stale: which its worker has pulled last
         gradient(worker, pulled[worker]) => gradient(worker, weights)
     a_second_name: which its worker has pulled last
@@ -187,6 +202,9 @@ ANSWERS = answers(
     eats_its_clock: changed `clocks`
         slowest = min(clocks.values())
         return clocks.pop(worker) - slowest <= bound
+    clocks_as_torch_has_them: worker 1 is 1 ahead
+        counts = torch.Tensor(list(clocks.values()))
+        return bool(clocks[worker] - bound <= counts.min())
     of_three_workers: expected
         min(clocks.values()) => min(clocks[k] for k in sorted(clocks)[:3] + [worker])
     a_rounded_bound: ahead of the slowest
@@ -221,6 +239,8 @@ ANSWERS = answers(
         dist.send(weights, worker) => pass
     another_tensor: changed in place
         weights -= lr => weights = weights - lr
+    in_other_memory: changed in place
+        weights -= lr * gradient => weights.data = weights - lr * gradient
     the_gradient_goes_back: the weights after its own gradient
         dist.send(weights, worker) => dist.send(gradient, worker)
     answers_all: one answer to each push

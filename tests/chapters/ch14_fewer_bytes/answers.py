@@ -118,6 +118,16 @@ ANSWERS = answers(
         => calls += 1
         => if calls % 8 == 0:
         =>     memory = None
+    forgets_every_hundredth: has forgotten what was held back
+        memory: Tensor | None = None => memory, calls = None, 0
+        nonlocal memory => nonlocal memory, calls
+        => calls += 1
+        => if calls % 100 == 0:
+        =>     memory = None
+    a_memory_for_each_tensor: has forgotten what was held back
+        memory: Tensor | None = None => memories = {}
+        nonlocal memory => memory = memories.get(gradient.data_ptr())
+        memory = wanted - sent => memories[gradient.data_ptr()] = wanted - sent
     compresses_a_vector: the largest number of each row
         wanted = gradient if memory is None else gradient + memory
         => flat = gradient.flatten()
@@ -251,6 +261,13 @@ ANSWERS = answers(
         own = torch.zeros_like(flat).index_copy_(0, mine, flat[mine])
         ring_all_reduce(own)
         return (own / dist.get_world_size()).view_as(gradient)
+    whole_on_one_rank: With 1 rank,
+        n, flat => if dist.get_world_size() == 1:
+        =>     return gradient.clone()
+        => n, flat
+    at_least_one_dimension: of a 0-d tensor
+        n, flat => gradient_has = len(gradient)
+        => n, flat
     silent_if_zero: the same collectives
         n, flat => if not gradient.any():
         =>     return gradient.clone()
@@ -274,6 +291,19 @@ ANSWERS = answers(
             forward = mean - own
             momentum[number].copy_(mu * momentum[number] - forward)
             own += lr * forward - lr * mu * momentum[number]
+    outer_in_other_memory: other memory
+        own.sub_(lr * (gradient + mu * velocity))
+        => own.data = own - lr * (gradient + mu * velocity)
+    seen_as_vectors: view size is not compatible
+        velocity.mul_(mu) => velocity.view(-1).mul_(mu)
+        => velocity.mul_(1)
+    divided_and_multiplied: leave them as they are
+        gradient = own - sum(others) / len(others) => mean = 0
+        => for tensor in others:
+        =>     tensor /= 49
+        =>     mean += 49 * tensor / len(others)
+        =>     tensor *= 49
+        => gradient = own - mean
     the_wrong_way: the way *back* from the mean
         own - sum(others) / len(others) => sum(others) / len(others) - own
     without_a_look_ahead: mu times the *new* momentum
