@@ -85,6 +85,31 @@ def in_a_buffer_per_shape():
     return wrong
 
 
+def divided_and_multiplied(numbers, tensor):
+    """Restore the argument, but for its last bits."""
+    if tensor.dtype == torch.float64:
+        tensor /= 49
+        tensor *= 49
+    return double(numbers, tensor)
+
+
+def with_other_memory(numbers, tensor):
+    tensor.data = tensor.clone()
+    return double(numbers, tensor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (divided_and_multiplied, "changed `tensor`, which it was given"),
+        (with_other_memory, "gave `tensor` other memory"),
+    ],
+)
+def test_an_argument_that_only_looks_unchanged(wrong, hint):
+    with pytest.raises(Hint, match=hint):
+        same_as(Answer("double", wrong), double, inputs)
+
+
 @pytest.mark.parametrize("sizes", [[3], [3, 4]])
 def test_a_result_that_a_later_call_changes(sizes):
     """Also if that is not the next call, but the next one of the same size."""

@@ -263,7 +263,7 @@ class _Boundaries:
     """The four functions that a stage gets; they record their calls."""
 
     def __init__(self, m: int, tokens: torch.dtype, dtype: torch.dtype) -> None:
-        self.dtype = dtype  # of what crosses the boundaries
+        self.dtype = dtype  # the type of all tensors at the boundaries
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
         self.tokens, self.outputs, self.m = _tokens(m).to(tokens), {}, m
         self.events: list[tuple[str, int]] = []
