@@ -128,22 +128,30 @@ def check_make_replicas(answer: Answer) -> str:
 
 
 def _replicate(function: Callable) -> dict[str, Any]:
-    """Call the reader's function on two models, and judge the second call."""
-    function(Odd(seed=dist.get_rank() + 7))
-    model, wanted = Odd(seed=dist.get_rank()), Odd(seed=0).states()
+    """Call the reader's function twice on one model, and judge the second call."""
+    model, wanted = Odd(seed=dist.get_rank() + 7), _special(Odd(seed=0)).states()
+    model.norm.eval()
+    modes = _modes(model)
+    function(model)
+    learns = _modes(model) == modes
+    with torch.no_grad():  # other numbers in the same tensors
+        own = _special(Odd(seed=dist.get_rank())).tensors()
+        for name, tensor in model.tensors().items():
+            if name in own:
+                tensor.copy_(own[name])
     for p in model.parameters():
         p.grad = torch.ones_like(p) if p.requires_grad else None
     before = model.tensors()
     places = {name: tensor.data_ptr() for name, tensor in before.items()}
     trainable = _trainable(model)
     facts = _watch(function, model)
-    facts["learns"] = _trainable(model) == trainable
+    facts["learns"] = learns and _trainable(model) == trainable
     now = model.tensors()
-    wrong = [name for name in wanted if not torch.equal(now[name], wanted[name])]
+    wrong = [name for name in wanted if not same_bits(now[name], wanted[name])]
     moved = [
         name
-        for name in before
-        if now.get(name) is not before[name] or now[name].data_ptr() != places[name]
+        for name in {**before, **now}
+        if now.get(name) is not before.get(name) or now[name].data_ptr() != places[name]
     ]
     how = "is not rank 0's" if dist.get_rank() else "has changed"
     facts |= {"right": not wrong, "first": (wrong or [""])[0], "how": how}
@@ -154,14 +162,29 @@ def _replicate(function: Callable) -> dict[str, Any]:
     return facts
 
 
+def _special(model: Odd) -> Odd:
+    """Write numbers of a failed training into a buffer, and return the model."""
+    model.tied.hidden.copy_(torch.tensor([torch.nan, -torch.inf, -0.0]))
+    return model
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bits: nan equals nan, 0 is not -0."""
+    return torch.equal(_bits(one), _bits(other))
+
+
 def _trainable(model: nn.Module) -> list[Any]:
-    """Return the gradients, `requires_grad` flags and modes, which must not change."""
+    """Return what the next training step needs besides the model's numbers."""
     gradients = [
         None if p.grad is None else p.grad.tolist() for p in model.parameters()
     ]
+    return [gradients, *_modes(model)]
+
+
+def _modes(model: nn.Module) -> list[Any]:
+    """Return which parameters require a gradient, and which modules are in training."""
     flags = [p.requires_grad for p in model.parameters()]
-    modes = [module.training for module in model.modules()]
-    return [gradients, flags, modes]
+    return [flags, [module.training for module in model.modules()]]
 
 
 # ---- average_gradients_flat --------------------------------------------------------
@@ -175,6 +198,10 @@ MEANS = {
     "one.",
     "same_weights": "has changed parameters: average only gradients, and leave the "
     "step to the optimizer.",
+    "modes": "has a model that trains otherwise than before: has `requires_grad`, or "
+    "the mode of a module, changed?",
+    "own_memory": "has changed the gradients of the first model, too: give each "
+    "gradient memory of its own.",
     **SENDS,
 }
 
@@ -217,6 +244,7 @@ def _gradients(rank: int, n: int, call: int) -> dict[str, Tensor | None]:
             gradients[name] = like.copy_(draw.tensor(like.shape, like.dtype) * 4)
     if call:
         gradients["first.bias"][2] = torch.nan if rank == n - 1 else 2
+        gradients["first.bias"][1] = torch.inf if rank == n - 1 else 2
     if rank == min(1 - call, n - 1):
         gradients[LACKING[n]] = None
     return gradients
@@ -227,16 +255,26 @@ def _average(function: Callable) -> Iterator[dict[str, Any]]:
     n = dist.get_world_size()
     model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
     yield _average_once(function, model, 0)
+    model.norm.eval()
     yield {"case": "in a second call"} | _average_once(function, model, 1)
+    kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    other = Odd(seed=0).double() if n == 3 else Odd(seed=0)
+    facts = _average_once(function, other, 0)
+    now = [p.grad for p in model.parameters() if p.grad is not None]
+    facts["own_memory"] = all(map(same_bits, now, kept))
+    yield {"case": "on a second model"} | facts
 
 
 def _average_once(function: Callable, model: Odd, call: int) -> dict[str, Any]:
+    """Return facts about one call, after this rank has got its gradients."""
     rank, n = dist.get_rank(), dist.get_world_size()
     before, parameters = model.states(), dict(model.named_parameters())
     everyones = [_gradients(k, n, call) for k in range(n)]
     for name, gradient in everyones[rank].items():
         parameters[name].grad = None if gradient is None else gradient.clone()
+    modes = _modes(model)
     facts = _watch(function, model)
+    facts |= {"modes": _modes(model) == modes, "own_memory": True}
     facts |= {"there": True, "means": True, "name": "", "got": 0, "wanted": 0}
     zeros = {name: torch.zeros_like(parameters[name]) for name in everyones[0]}
     wrong = []
@@ -273,7 +311,7 @@ ENOUGH = 20_000  # bytes that a rank may write
 AGREE = {
     "is_bool": "returned {got}; expected True or False.",
     "right": "returned {got}; expected {agree} on every rank.",
-    "untouched": "has a changed model; only read it.",
+    "untouched": "has a changed model (numbers, gradients, modes); only read it.",
     "short": "wrote {written} bytes, by the operating system's count, and the model "
     "has more than 260,000: send something short that changes with every bit.",
 }
@@ -309,8 +347,18 @@ CASES = {
     "double": (False, "a number of float64 of the last rank differs in its last bit"),
     "nan": (True, "all have the same model, with a nan in the same place"),
     "frozen": (False, "a frozen weight of the last rank differs"),
+    "end": (False, "the last weight of the last rank differs"),
+    "exchanged": (False, "on the last rank two buffers have been exchanged"),
+    "bits of nan": (False, "a nan of the last rank has other bits"),
+    "bfloat16": (
+        False,
+        "a number of bfloat16 of the last rank differs in its last bit",
+    ),
+    "repaired": (True, "in a second call, a weight that differed is the same again"),
     "later": (False, "in a second call, the last rank has changed a weight since"),
 }
+# case -> what the last rank adds to a weight before the second call
+CHANGES = {"repaired": -1.0, "later": 1.0}
 
 
 def _agree(function: Callable) -> list[dict[str, Any]]:
@@ -318,18 +366,22 @@ def _agree(function: Callable) -> list[dict[str, Any]]:
     answers = []
     for case, (agree, what) in CASES.items():
         model = _model_for(case)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if case == "same" else None
         before = {name: _bits(t) for name, t in model.state_dict().items()}
+        trainable = _trainable(model)
         barrier()
         got, written = written_by(function, model)
-        if case == "later" and got is True:
-            with torch.no_grad():
-                model[0].bias[1] += dist.get_rank() == dist.get_world_size() - 1
+        if case in CHANGES:  # call again on all ranks, whatever each rank has returned
+            if dist.get_rank() == dist.get_world_size() - 1:
+                model[0].bias.data[1] += CHANGES[case]
             before = {name: _bits(t) for name, t in model.state_dict().items()}
             got = function(model)
         after = {name: _bits(t) for name, t in model.state_dict().items()}
         one = {"case": what, "got": code(one_line(got)), "agree": agree}
         one |= {"is_bool": isinstance(got, bool), "right": got == agree}
         one["untouched"] = all(torch.equal(after[k], before[k]) for k in before)
+        one["untouched"] &= _trainable(model) == trainable
         one |= {"short": written is None or written <= ENOUGH, "written": written}
         answers.append(one)
     return answers
@@ -363,6 +415,20 @@ def _model_for(case: str) -> nn.Module:
         model[1].num_batches_tracked += 1
     elif case == "buffer" and rank == n - 1:
         model[1].running_mean[0] = 1.0
+    elif case == "end" and rank == n - 1:
+        weight[-1, -1] += 1
+    elif case == "exchanged":
+        first, second = model[1].running_mean, model[1].running_var
+        (first if rank < n - 1 else second).fill_(3)
+        (second if rank < n - 1 else first).fill_(4)
+    elif case == "bits of nan":
+        weight.view(torch.int32)[2, 2] = 0x7FC00000 + (rank == n - 1)
+    elif case == "bfloat16":
+        half = torch.tensor([1.0, 1.0 + 2**-7 * (rank == n - 1)])
+        model.register_buffer("narrow", half.bfloat16())
+    elif case == "repaired":
+        model[0].bias.zero_()
+        model[0].bias[1] += rank == n - 1
     elif case == "double" and rank == n - 1:
         model.exact += 2**-50
     elif case == "nan":

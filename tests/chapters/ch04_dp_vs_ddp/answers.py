@@ -63,6 +63,8 @@ def records_nothing_more(model):
 
 FLAT_MODELS: dict = {}
 ROWS: list = []
+ROWS_KEPT: dict = {}
+FIRST_MODEL: dict = {}
 
 ANSWERS = answers(
     solutions,
@@ -109,7 +111,7 @@ ANSWERS = answers(
         => model.scale = torch.nn.Parameter(model.scale.detach().clone()); states =
     frozen_for_good: can no longer be trained
         states = => model.requires_grad_(False); states =
-    the_state_dict: 1 of 17 tensors wrong: tied.hidden
+    the_state_dict: 17 x broadcast; expected 3 x broadcast
         for state in model.state_dict().values():
             dist.broadcast(state, 0)
     seen_as_a_row: view size is not compatible
@@ -138,6 +140,21 @@ ANSWERS = answers(
     left_in_eval_mode: can no longer be trained as before
         states = => model.eval(); states =
     records_nothing_more: leaves a setting of the whole process changed
+    left_in_train_mode: can no longer be trained as before
+        states = => model.train(); states =
+    without_nan: tied.hidden
+        solutions.make_replicas(model)
+        model.tied.hidden.nan_to_num_()
+    without_signs_of_zeros: tied.hidden
+        solutions.make_replicas(model)
+        model.tied.hidden.add_(0)
+    once_for_each_model: tensors wrong
+        if not hasattr(model, "replicated"):
+            solutions.make_replicas(model)
+            model.replicated = True
+    a_buffer_left_behind: has a new tensor as flat
+        solutions.make_replicas(model)
+        model.register_buffer("flat", torch.zeros(3))
     sends_the_first_model_again: tensors wrong
         states = [*model.parameters(), *model.buffers()]
         for dtype in dict.fromkeys(state.dtype for state in states):
@@ -185,6 +202,26 @@ ANSWERS = answers(
         flat /= dist.get_world_size()
         => ROWS.append(flat.clone())
         => flat = sum(ROWS) / dist.get_world_size()
+    in_a_row_for_all_models: on a second model
+        trained = _trained(model)
+        new = torch.cat([gradient.flatten() for gradient in _filled(model)])
+        row = ROWS_KEPT.setdefault((new.numel(), new.dtype), new).copy_(new)
+        _mean(row)
+        for p, mean in zip(trained, row.split([p.numel() for p in trained])):
+            p.grad = mean.view(p.shape)
+    of_the_first_model: on a second model
+        trained = FIRST_MODEL.setdefault("trained", _trained(model))
+        for p in trained:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        _flat([p.grad for p in trained], _mean)
+    left_in_eval_mode: trains otherwise than before
+        solutions.average_gradients_flat(model)
+        model.eval()
+    left_in_train_mode: trains otherwise than before
+        solutions.average_gradients_flat(model)
+        model.train()
+    hides_infinity: in a second call
+        mean.view(p.shape) => mean.nan_to_num(nan=torch.nan).view(p.shape)
     hides_nan: in a second call
         mean.view(p.shape) => mean.nan_to_num().view(p.shape)
     modules_of_one_level: as the gradient of deep.0.0.weight
@@ -266,6 +303,32 @@ ANSWERS = answers(
         len(set(everyones)) == 1 => checksum(model.state_dict()) == everyones[0]
     nan_is_never_equal: with a nan in the same place
         == 1 => == 1 and all((t == t).all() for t in model.state_dict().values())
+    the_first_2000_numbers: the last weight
+        (model.state_dict())
+        => ({k: v.flatten()[:2000] for k, v in model.state_dict().items()})
+    in_any_order: have been exchanged
+        hashes = sorted(checksum({"": t}) for t in model.state_dict().values())
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, "".join(map(str, hashes)))
+        return len(set(everyones)) == 1
+    as_lists: has other bits
+        numbers = repr([t.tolist() for t in model.state_dict().values()])
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, hashlib.sha256(numbers.encode()).digest())
+        return len(set(everyones)) == 1
+    left_in_eval_mode: has a changed model
+        everyones = => model.eval(); everyones =
+    clears_gradients: has a changed model
+        everyones = => model.zero_grad(); everyones =
+    false_for_ever: is the same again
+        if not hasattr(model, "differs"):
+            model.differs = not solutions.replicas_agree(model)
+        return not model.differs and solutions.replicas_agree(model)
+    through_numpy: unsupported ScalarType BFloat16
+        arrays = b"".join(t.numpy().tobytes() for t in model.state_dict().values())
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, hashlib.sha256(arrays).digest())
+        return len(set(everyones)) == 1
     forgets_frozen_ones: a frozen weight of the last rank differs
         state = dict(model.named_buffers())
         state |= {k: p for k, p in model.named_parameters() if p.requires_grad}
