@@ -232,7 +232,7 @@ def one_step(columns: int, loss_fn) -> None:
             sum_of_squares,
             2,
             "PipelineError: 2F0 failed (forward of stage 2, microbatch 0)",
-            "it must be a mean over the rows, so that the microbatches",
+            "it must be a mean over the rows, so that microbatches",
         ),
         (
             2,
