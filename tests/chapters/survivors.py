@@ -22,7 +22,7 @@ SURVIVORS = {
     ("master_step", "for parameter, master in "): ORDER,
     ("next_scale", "clean + 1 == interval -> clean + 1 >= interval"): "a count is "
     "never above the interval",
-    ("my_outer_step", "for here, there, velocity in "): ORDER,
+    ("my_outer_step", "for own, others, velocity in "): ORDER,
     ("swap", "dist.get_rank() < peer -> dist.get_rank() <= peer"): "no rank is its own "
     "peer",
     ("swap", "dist.get_rank() < peer -> dist.get_rank() > peer"): "exactly one of two "
@@ -54,8 +54,7 @@ SURVIVORS = {
     ("who_waits", "for rank, row in "): ORDER,
     ("who_waits", "for r, row in "): ORDER,
     ("who_waits", "for row in rows -> "): ORDER,
-    ("who_waits", "for action in row if 'F' in action -> "): "the last action of a "
-    "row is no F, and of all the largest stage counts",
+    ("who_waits", "for action in row -> "): ORDER,
     ("who_waits", "op == 'F' -> op >= 'F'"): "an op is F or B",
     ("who_waits", "stage == last -> stage >= last"): "no stage comes after the last",
     ("my_bucket_plan", "id(parameter) -> parameter"): "a parameter's hash is its id",
