@@ -21,7 +21,7 @@ def test_memory_beyond_the_limit_is_an_error_that_names_both_numbers():
     x = torch.zeros(10, 1000)
     with LimitedMemory(4.1e6, model):
         model(x)
-    with pytest.raises(OutOfMemory, match="keeps 4.04 MB, and has 4.02 MB; take"):
+    with pytest.raises(OutOfMemory, match="keeps 4.04 MB, and has 4.02 MB; use"):
         with LimitedMemory(4.02e6, model):
             model(x)
 
