@@ -38,9 +38,7 @@ def check_my_merge(answer: Answer) -> str:
     """
     hints = {"right": _about_merge}
     same_as(answer, solutions.my_merge, _blocks, cases=80, hints=hints)
-    return (
-        "80 pairs of blocks, with lses from -1e30 to 10,000 and queries that see no key"
-    )
+    return "80 pairs of blocks, lses from -10,000 to 10,000, queries that see no key"
 
 
 def _blocks(d: Draw) -> tuple[Tensor, ...]:
@@ -50,9 +48,7 @@ def _blocks(d: Draw) -> tuple[Tensor, ...]:
     random = torch.Generator().manual_seed(d.number)
     outs = [torch.randn(*shape, d.case % 3 + 1, generator=random).to(dtype)
             for _ in range(2)]  # fmt: skip
-    middle, spread = (
-        (d.same.choice([-1e4, 0, 1e3, 1e4, -1e30]), 5.0) if large else (0, 3.0)
-    )
+    middle, spread = (d.same.choice([-1e4, 0, 1e3, 1e4]), 5.0) if large else (0, 3.0)
     if d.case % 4 == 3:  # the queries' lses lie far apart
         middle = 1e4 * (2 * torch.rand(shape, generator=random) - 1)
     lses = [(middle + spread * torch.randn(shape, generator=random)).to(dtype)

@@ -49,10 +49,6 @@ ANSWERS = answers(
         return out, most + (e1 + e2).log()
     outputs_as_one_row: view size is not compatible
         share1 * out1 => share1 * out1.view(-1).view(out1.shape)
-    a_billion_for_infinity: gave the lse
-        lse = torch.logaddexp(lse1, lse2)
-        => lse = torch.logaddexp(lse1.clamp(min=-1e9), lse2.clamp(min=-1e9))
-        => lse = lse.masked_fill(lse1.isneginf() & lse2.isneginf(), -torch.inf)
     the_output_alone: expected a list of 2
         share2 * out2, lse => share2 * out2
     in_place: changed `out1`
