@@ -106,8 +106,11 @@ def _position(d: Draw) -> tuple[list[int], int, int, int, int, int]:
         + (2000 * batch if d.case == 50 else 0)
         + r.choice([0, 1, batch, r.randint(0, 6 * batch)])
     )
-    order = d.own.sample(range(10 * length), length)
-    return order, seen, old, batch, r.randrange(ranks), ranks
+    order, rank = d.own.sample(range(1, 10 * length + 1), length), r.randrange(ranks)
+    place = seen * old + rank * (batch // ranks)
+    if d.case % 2 and place < length:  # row 0 is a row like any other
+        order[place] = 0
+    return order, seen, old, batch, rank, ranks
 
 
 def _about_rows(case: Case) -> str:

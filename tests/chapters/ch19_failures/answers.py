@@ -124,6 +124,8 @@ ANSWERS = answers(
         seen * old_ranks => seen * old_ranks // batch * batch
     places: expected
         order[first : first + rows] => [*range(first, first + rows)]
+    without_row_0: expected
+        order[first : first + rows] => [k for k in order[first : first + rows] if k]
     """,
     my_suspect="""
     votes_of_8_bits: so the others are wrong
