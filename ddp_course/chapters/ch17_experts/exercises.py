@@ -96,6 +96,11 @@ def _rows(d: Draw) -> tuple[Tensor, Tensor, int]:
     dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
     random = torch.Generator().manual_seed(10 * d.number + d.rank)
     rows = torch.randn(size, channels, generator=random).to(dtype)
+    if d.case == 6:  # a collapsed router: all rows are for one of many experts
+        num_experts = 32 * d.n
+        only = d.same.randrange(num_experts)
+        column = rows[:, :1]  # not contiguous, and a shape that squeeze() changes
+        return column, torch.full((size,), only), num_experts
     popular = torch.rand(num_experts, generator=random) ** (d.case % 3 * 2) + 1e-6
     popular[0] *= d.case % 2  # an expert that nobody chooses
     if num_experts == 1 or not size:

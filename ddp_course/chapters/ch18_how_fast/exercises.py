@@ -327,8 +327,9 @@ def check_my_step_time(answer: Answer) -> str:
 
 def _step(d: Draw) -> tuple[float, float, float, int, int, int]:
     r = d.same
-    forward = r.randint(1, 16) / 8
-    backward = r.choice([1, 2, 3]) * forward
+    unit = 2**-15 if d.case % 4 == 3 else 1 / 8  # 30.5 microseconds
+    forward = r.randint(1, 16) * unit
+    backward = r.choice([0.5, 1, 2, 3]) * forward
     bucket = r.choice([0.0, 0.25, 0.5, 1.0, 1.5, 4.0]) * backward
     pp = 1 if d.case < 3 else r.choice([1, 2, 3, 4, 6, 8])
     large = 100 if d.case == 50 else 1

@@ -123,6 +123,16 @@ ANSWERS = answers(
         from_each.sum(0).tolist() => from_each.sum(0)
     in_32_bits: expected
         arrived[by_expert], => arrived[by_expert].float(),
+    squeezed: expected
+        arrived[by_expert], => arrived[by_expert].squeeze(),
+    beyond_a_capacity_dropped: returned the counts
+        n = dist.get_world_size()
+        => n, total = dist.get_world_size(), torch.tensor(len(rows))
+        => dist.all_reduce(total)
+        => ones = torch.nn.functional.one_hot(expert, num_experts)
+        => places = (ones.cumsum(0) * ones).sum(1)  # from 1 up, for each expert
+        => kept = places <= 4 * total / num_experts
+        => rows, expert = rows[kept], expert[kept]
     equal_splits: of different types or sizes
         n = dist.get_world_size()
         each = len(rows) // n

@@ -311,5 +311,12 @@ ANSWERS = answers(
         (m + pp - 1) * stage + exposed => (m + pp - 1) * (stage + exposed)
     as_naive: expected
         (m + pp - 1) => (m * pp)
+    in_whole_microseconds: expected
+        stage = layers * (forward + backward)
+        => times = forward, backward, bucket
+        => forward, backward, bucket = (int(1e6 * t) / 1e6 for t in times)
+        => stage = layers * (forward + backward)
+    hidden_by_forward_if_longer: expected
+        (layers - 1) * backward => (layers - 1) * max(forward, backward)
     """,
 )
