@@ -3,6 +3,7 @@
     with watched() as calls:
         got = function(tensor)
     calls["sent"]  # [(receiving rank, number of elements), ...], in order
+    calls["received"]  # [sending rank, or None if it may be any, ...], in order
 
 `send`, `isend`, `batch_isend_irecv` and all collectives call methods of the process
 group. Patching those records everything, however the reader's code is written, and
@@ -151,7 +152,7 @@ def watched() -> Iterator[dict[str, list]]:
 
     The key "ignored" lists messages that were started and never waited for.
     """
-    calls: dict[str, list] = {"sent": [], "collectives": []}
+    calls: dict[str, list] = {"sent": [], "received": [], "collectives": []}
     started: list[_UnderWay] = []
     group = dist.ProcessGroup
     send, recv, recv_anysource = group.send, group.recv, group.recv_anysource
@@ -173,9 +174,11 @@ def watched() -> Iterator[dict[str, list]]:
 
     def receiving(self: Any, tensors: list[Tensor], src: int, tag: int) -> _UnderWay:
         known(self, src)
+        calls["received"].append(src)
         return start(recv(self, tensors, src, tag), f"receive from rank {src}")
 
     def receiving_any(self: Any, tensors: list[Tensor], tag: int) -> _UnderWay:
+        calls["received"].append(None)
         return start(recv_anysource(self, tensors, tag), "receive from any rank")
 
     def recording(name: str) -> Callable:

@@ -22,6 +22,11 @@ SWAP = {
 
 
 SHAPES = {2: (), 4: (50, 41)}  # {case: shape}; other cases draw one
+ORDERS = {  # {ranks: orders of them}; the 0th and 1st are peers, the 2nd and 3rd, ...
+    2: [[0, 1]],
+    4: [[0, 2, 1, 3], [0, 1, 2, 3], [0, 3, 1, 2]],  # each pair that there is
+    6: [[0, 4, 1, 2, 3, 5]],  # also both in the first half, both in the second
+}
 
 
 @exercise("swap", solution=solutions.swap)
@@ -39,7 +44,7 @@ def check_swap(answer: Answer) -> str:
         "know without a message which of them it is."
     )
     for worlds, cases in (((2, 4), 6), ((6,), 1)):
-        same_on_ranks(
+        real = same_on_ranks(
             *(answer, solutions.swap, _pair),
             worlds=worlds,
             cases=cases,
@@ -47,13 +52,19 @@ def check_swap(answer: Answer) -> str:
             hints=SWAP,
             hint=hint,
         )
+        for rank, facts in enumerate(real):
+            expect(
+                all(None not in one["received"] for one in facts),
+                f"With {worlds[-1]} ranks, rank {rank} receives from any rank. If it "
+                "swaps with one peer after another, the second may be faster than the "
+                "first. Receive from `peer`.",
+            )
     return "on 2, 4 and 6 real ranks, in any pairs, no rank waits for ever"
 
 
 def _pair(d: Draw) -> tuple[Tensor, int]:
-    order = d.same.sample(range(d.n), d.n)  # 0th and 1st are peers, 2nd and 3rd, ...
-    if d.n == 6:  # numbers that differ by four, by one
-        order = [0, 4, 1, 5, 2, 3]
+    orders = ORDERS[d.n]
+    order = orders[d.case % len(orders)]
     return d.tensor(SHAPES.get(d.case)), order[order.index(d.rank) ^ 1]
 
 
@@ -78,7 +89,7 @@ def check_my_broadcast(answer: Answer) -> str:
     the numbers: each sends them to the rank one distance further, if it exists.
     """
     hint = "Which ranks have the numbers already, and to whom does each send next?"
-    for n in (2, 3, 4, 5, 8, 1, 7, 6):
+    for n in (2, 3, 4, 5, 8, 1, 7, 6, 9):
         real = same_on_ranks(
             *(
                 answer,
@@ -94,7 +105,7 @@ def check_my_broadcast(answer: Answer) -> str:
         for case in zip(*real, strict=True):
             _judge_tree(f"With {n} rank{'s' * (n > 1)},", n, case, hint)
     return (
-        "1 to 8 ranks have rank 0's numbers; each received them once, in ceil(log2 N) "
+        "1 to 9 ranks have rank 0's numbers; each received them once, in ceil(log2 N) "
         "steps"
     )
 

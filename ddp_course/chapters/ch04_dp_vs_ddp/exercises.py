@@ -22,7 +22,7 @@ from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 class Odd(nn.Module):
     """A model with tied, frozen and empty parameters and buffers of 3 types."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, third: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(6, 5)
@@ -38,7 +38,7 @@ class Odd(nn.Module):
         self.first.weight = nn.Parameter(rows)  # not contiguous
         hidden = torch.full((3,), 1.0 + seed)
         self.tied.register_buffer("hidden", hidden, persistent=False)
-        fine = torch.full((2, 2), 1.0 + seed, dtype=torch.float64) / 3
+        fine = torch.full((2, 2), 1.0 + seed, dtype=third) / 3
         self.frozen.register_buffer("fine", fine)
         self.norm.running_mean.fill_(seed)
         self.norm.num_batches_tracked.fill_(2**60 + 1 + seed)  # exact in no float

@@ -74,6 +74,17 @@ ANSWERS = answers(
         dist.get_rank() < peer => False
     even_ranks_send_first: still waits to
         dist.get_rank() < peer => dist.get_rank() % 2 == 0
+    the_first_half_sends_first: still waits to
+        dist.get_rank() < peer => dist.get_rank() < dist.get_world_size() // 2
+    from_whoever_is_first: receives from any rank
+        got = torch.empty_like(tensor)
+        if dist.get_rank() < peer:
+            dist.send(tensor, peer)
+            dist.recv(got)
+        else:
+            dist.recv(got)
+            dist.send(tensor, peer)
+        return got
     rank_0_sends_first: still waits to receive from rank
         dist.get_rank() < peer => dist.get_rank() == 0
     receives_into_what_it_sends: rank 0 changed its argument
@@ -194,6 +205,8 @@ ANSWERS = answers(
             solutions.my_broadcast(tensor)
         else:
             along_a_chain(tensor)
+    three_steps_at_most: With 9 ranks, rank 8
+        while distance < n => while distance < min(n, 8)
     a_chain_of_six_and_seven: With 7 ranks, rank 6 gets its message in step 6
         if dist.get_world_size() in (6, 7):
             along_a_chain(tensor)

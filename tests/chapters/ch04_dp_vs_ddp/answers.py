@@ -98,6 +98,11 @@ ANSWERS = answers(
         state.copy_(part.view(state.shape)) => state.data = part.view(state.shape)
     without_buffers: norm.running_mean
         [*model.parameters(), *model.buffers()] => [*model.parameters()]
+    the_usual_three_types: frozen.fine is not rank 0's
+        states = [*model.parameters(), *model.buffers()]
+        => usual = torch.float32, torch.float64, torch.int64
+        => states = [*model.parameters(), *model.buffers()]
+        => states = [state for state in states if state.dtype in usual]
     only_what_is_trained: frozen.weight
         model.parameters() => [p for p in model.parameters() if p.requires_grad]
     from_the_last_rank: has changed
