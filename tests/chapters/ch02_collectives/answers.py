@@ -153,7 +153,7 @@ ANSWERS = answers(
         return got.view(tensor.shape)
     with_dimensions_alone: IndexError
         return solutions.swap(tensor, peer) if len(tensor.size()[0:]) else tensor[0]
-    row_by_row: iteration over a 0-d tensor
+    row_by_row: (1, 6)] is enough
         got = torch.empty_like(tensor)
         receiving = [dist.irecv(row, peer) for row in got]
         for handle in [dist.isend(row, peer) for row in tensor] + receiving:
