@@ -224,6 +224,8 @@ def check_my_two_averages(answer: Answer) -> str:
     return "24 lists on 2 to 4 real ranks; 1, 2 or all of them have the same experts"
 
 
+SHAPES = ((), (5,), (2, 3), (4, 1), (3, 2, 2), (11, 13))  # matrices are transposed
+
 # ranks that divide the experts among them -> the group of this rank's replicas
 _GROUPS: dict[int, dist.ProcessGroup] = {}
 
@@ -240,7 +242,10 @@ def _gradients(d: Draw) -> tuple[list[Tensor], list[Tensor], int]:
         if ep not in _GROUPS:
             _GROUPS[ep] = dist.new_subgroups_by_enumeration(groups)[0]
     lists = [
-        [d.tensor(dtype=torch.float64) for _ in range(d.same.randint(least, 3))]
+        [
+            d.tensor(d.same.choice(SHAPES), torch.float64, strided=True)
+            for _ in range(d.same.randint(least, 3))
+        ]
         for least in (1, d.case % 2)
     ]
     return *lists, d.same.choice(sorted(_GROUPS))

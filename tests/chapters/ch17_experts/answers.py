@@ -249,5 +249,11 @@ ANSWERS = answers(
     in_other_memory: views of it keep the old numbers
         gradient /= dist.get_world_size()
         => gradient.data = gradient / dist.get_world_size()
+    flat_copies: not what they should be
+        for gradient in gradients:
+        => for gradient in [g.reshape(-1) for g in gradients]:
+    sliced: slice() cannot be applied to a 0-dim tensor
+        gradient /= dist.get_world_size()
+        => gradient[:] = gradient / dist.get_world_size()
     """,
 )
