@@ -235,10 +235,21 @@ LACKING = {
 }  # {number of ranks: parameter without a gradient}
 
 
-def _gradients(rank: int, n: int, call: int) -> dict[str, Tensor | None]:
+def _model(n: int, only: bool = False) -> Odd:
+    """Return a model, of float64 on three ranks; `only`: most of it is frozen."""
+    model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
+    for name, parameter in model.named_parameters():
+        if only and name != LACKING[n]:
+            parameter.requires_grad_(False)
+    return model
+
+
+def _gradients(
+    rank: int, n: int, call: int, only: bool = False
+) -> dict[str, Tensor | None]:
     """Return random gradients with their parameters' strides; one rank lacks one."""
     draw = Draw(call, rank, n)
-    model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
+    model = _model(n, only)
     gradients: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -247,6 +258,8 @@ def _gradients(rank: int, n: int, call: int) -> dict[str, Tensor | None]:
     if call:
         gradients["first.bias"][2] = torch.nan if rank == n - 1 else 2
         gradients["first.bias"][1] = torch.inf if rank == n - 1 else 2
+    if rank == 0 and not only:
+        gradients["deep.0.0.bias"].zero_()
     if rank == min(1 - call, n - 1):
         gradients[LACKING[n]] = None
     return gradients
@@ -255,23 +268,26 @@ def _gradients(rank: int, n: int, call: int) -> dict[str, Tensor | None]:
 def _average(function: Callable) -> Iterator[dict[str, Any]]:
     """Call the reader's function twice on a model, with different gradients."""
     n = dist.get_world_size()
-    model = Odd(seed=0).double() if n == 3 else Odd(seed=0)
+    model = _model(n)
     yield _average_once(function, model, 0)
     model.norm.eval()
     yield {"case": "in a second call"} | _average_once(function, model, 1)
     kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    other = Odd(seed=0).double() if n == 3 else Odd(seed=0)
-    facts = _average_once(function, other, 0)
+    facts = _average_once(function, _model(n), 0)
     now = [p.grad for p in model.parameters() if p.grad is not None]
     facts["own_memory"] = all(map(same_bits, now, kept))
     yield {"case": "on a second model"} | facts
+    facts = _average_once(function, _model(n, only=True), 0, only=True)
+    yield {"case": "where one parameter requires a gradient"} | facts
 
 
-def _average_once(function: Callable, model: Odd, call: int) -> dict[str, Any]:
+def _average_once(
+    function: Callable, model: Odd, call: int, only: bool = False
+) -> dict[str, Any]:
     """Return facts about one call, after this rank has got its gradients."""
     rank, n = dist.get_rank(), dist.get_world_size()
     before, parameters = model.states(), dict(model.named_parameters())
-    everyones = [_gradients(k, n, call) for k in range(n)]
+    everyones = [_gradients(k, n, call, only) for k in range(n)]
     for name, gradient in everyones[rank].items():
         parameters[name].grad = None if gradient is None else gradient.clone()
     modes = _modes(model)

@@ -26,7 +26,7 @@ Pairs = list[tuple[str, Tensor]]
 
 # ---- my_bucket_plan ----------------------------------------------------------------
 
-CAPS = ((4000, 1000), (4000, 4000), (400, 100), (10**6, 10**6), (400, 2000))
+CAPS = ((4000, 1000), (4000, 4000), (400, 100), (10**6, 10**6), (400, 2000), (403, 101))
 
 
 @exercise("my_bucket_plan", solution=solutions.my_bucket_plan)
@@ -58,7 +58,7 @@ def check_my_bucket_plan(answer: Answer) -> str:
         _judge_plan(where, answer(parameters, *CAPS[0]), parameters, *CAPS[0])
     return (
         f"{len(models) * len(CAPS)} plans, with tied, frozen and empty parameters and "
-        "up to three dtypes: every gradient once, the last layers first, each bucket "
+        "up to four dtypes: every gradient once, the last layers first, each bucket "
         "closed at its cap"
     )
 
@@ -73,8 +73,9 @@ def _models() -> dict[str, Pairs]:
     two_types.head.norm.double()
     sizes = (4, 1, 3, 0, 36, 4, 10, 26, 0, 14, 10)
     filling = [nn.Parameter(torch.zeros(25 * size)) for size in sizes]
-    half, double = torch.bfloat16, torch.float64
+    half, double, other_half = torch.bfloat16, torch.float64, torch.float16
     shapes = (((3, 0), half), ((), half), ((9,), double), ((), None), ((300,), half))
+    shapes += (((7,), other_half),)
     mixed = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in shapes * 3]
     large = [nn.Parameter(torch.empty(2**30 + k, device="meta")) for k in range(3)]
     many = [nn.Parameter(torch.zeros(1)) for _ in range(1200)]
@@ -84,7 +85,7 @@ def _models() -> dict[str, Pairs]:
         "a GPT with a frozen block": list(frozen.named_parameters()),
         "a GPT with parameters of two types": list(two_types.named_parameters()),
         "parameters that fill buckets to the byte": _named(filling),
-        "parameters of three types, some without dimensions": _named(mixed),
+        "parameters of four types, some without dimensions": _named(mixed),
         "parameters of 4 GiB": _named(large),
         "1,200 parameters of one number": _named(many),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,10 @@ COPY = {
     "autograd hands the same tensor to both. Sum a copy of it.",
     "again": "has a wrong gradient of x after a second backward through the same "
     "graph (`retain_graph=True`): sum the gradient in each backward.",
+    "summed": "has no right gradient of x in `copy_to_ranks(x, all_reduce).sum()`, "
+    "where all numbers of the incoming gradient share one place in memory: sum a copy.",
+    "without": "got an error or another tensor where x requires no gradient: return x "
+    "there, too.",
     "untouched": "has a changed x: leave x as it is.",
 }
 
@@ -162,6 +166,13 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
             x.grad = None
             y.sum().backward()
             facts["again"] = equal(x.grad, right)
+            x.grad, once_more = None, partial(_sum_for, 0, [], sums)
+            facts |= {"summed": False, "without": False}
+            with suppress(RuntimeError):
+                copy(x, once_more).sum().backward()  # an expanded gradient
+                facts["summed"] = equal(x.grad, torch.full_like(x, n))
+            with suppress(RuntimeError):
+                facts["without"] = equal(copy(x.detach(), once_more), source)
             facts["untouched"] = equal(x.detach(), source)
         yield facts
 

@@ -225,6 +225,20 @@ ANSWERS = answers(
     left_in_train_mode: trains otherwise than before
         solutions.average_gradients_flat(model)
         model.train()
+    keeps_zeros: the other ranks' gradients are missing
+        zero = [p for p in _trained(model) if p.grad is not None and not p.grad.any()]
+        kept = {p: p.grad.clone() for p in zero}
+        _flat(_filled(model), _mean)
+        for p, gradient in kept.items():
+            p.grad = gradient
+    zeros_of_another_type: do not fit together
+        trained, parts = _trained(model), []
+        for p in trained:
+            parts.append(torch.zeros(p.numel()) if p.grad is None else p.grad.flatten())
+        flat = torch.cat(parts)
+        _mean(flat)
+        for p, mean in zip(trained, flat.split([p.numel() for p in trained])):
+            p.grad = mean.view(p.shape).to(p.dtype).clone()
     hides_infinity: in a second call
         mean.view(p.shape) => mean.nan_to_num(nan=torch.nan).view(p.shape)
     hides_nan: in a second call

@@ -42,6 +42,10 @@ ANSWERS = answers(
         return buckets
     as_many_bytes_as_float32: it held its 4000 already before
         parameter.nbytes => 4 * parameter.numel()
+    types_by_their_size: one all-reduce adds numbers of one type
+        dtype = parameter.dtype => dtype = parameter.element_size()
+    cap_in_whole_numbers: holds only 400 bytes; close it as soon as it holds 403
+        >= limit.get => + parameter.element_size() > limit.get
     small_only_at_the_very_first: it held its 1000 already before
         min(first, cap) => cap if limit else min(first, cap)
     first_above_cap: it held its 400 already before

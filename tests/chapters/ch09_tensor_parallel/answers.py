@@ -33,7 +33,8 @@ ANSWERS = answers(
             return total
 
         y = x.clone()
-        y.register_hook(add_up)
+        if y.requires_grad:
+            y.register_hook(add_up)
         return y
     copy_once_differentiable:
         class Copy(torch.autograd.Function):
@@ -49,6 +50,15 @@ ANSWERS = answers(
                 return total
 
         return Copy.apply(x)
+    hook_without_a_gradient: where x requires no gradient
+        return Copy.apply(x)
+        => y = x.view_as(x)
+        => y.register_hook(lambda gradient: Copy.backward(None, gradient))
+        => return y
+    summed_in_place_and_put_back: share one place in memory
+        all_reduce(total)
+        => all_reduce(gradient); summed = gradient.clone(); gradient.copy_(total)
+        return total => return summed
     silent_without_gradient: even one whose gradient is zero
         all_reduce(total) => if total.any():
         =>     all_reduce(total)
