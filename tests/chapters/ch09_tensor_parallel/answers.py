@@ -89,7 +89,9 @@ ANSWERS = answers(
         gradient.clone() => torch.cat([gradient])
     mean_of_ranks: has the mean
         return total => return total / dist.get_world_size()
-    in_place: a wrong gradient of b
+    contiguous_is_no_copy: a wrong gradient of b
+        gradient.clone() => gradient.contiguous()
+    in_place: sum a copy
         gradient.clone() => gradient
     two_all_reduces: one all-reduce
         all_reduce(total) => all_reduce(gradient.clone()); all_reduce(total)
