@@ -225,7 +225,7 @@ ANSWERS = answers(
     asks_autograd_itself: returned
         slope = (values[0] - values[1]) / 2e-5
         => slope = 0.0 if x.grad is None else (x.grad * direction).sum()
-    gradients_for_the_caller: was left in them
+    gradients_for_the_caller: changed `tensors`
         tensor.detach().clone().requires_grad_() => tensor.requires_grad_()
     moves_the_callers_tensors: changed `tensors`
         return verdicts
