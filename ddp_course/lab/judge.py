@@ -335,7 +335,7 @@ def _on_a_rank(
     rank, n = dist.get_rank(), dist.get_world_size()
     results: list[tuple[Any, Any]] = []
     before: tuple = ()
-    numbers = _numbers(cases, most=4)
+    numbers = _numbers(cases, most=2)
     for number in numbers:
         args = draw(Draw(number, rank, n))
         passed = copied(args)
