@@ -14,7 +14,8 @@ Read the modules in this order:
     exercises   run the learner's function; answer with a hint
     answers, messages
                 call the learner's function safely; watch what it sends
-    judge, hard compare an answer with its solution; models that are hard to train
+    judge, values, hard
+                compare an answer with its solution, and two values; hard models
     orders      judge a pipeline's order that the learner wrote
     imagined_gpus
                 run scripts for GPUs on the CPU; note who puts what on which GPU

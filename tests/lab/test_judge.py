@@ -8,15 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.lab.answers import Answer, Hint
-from ddp_course.lab.judge import (
-    AGAIN,
-    Draw,
-    difference,
-    equal_values,
-    fits,
-    same_as,
-    same_on_ranks,
-)
+from ddp_course.lab.judge import AGAIN, Draw, same_as, same_on_ranks
+from ddp_course.lab.values import difference, equal_values, fits
 
 
 def test_sizes_are_equal_on_all_ranks_and_numbers_are_not():

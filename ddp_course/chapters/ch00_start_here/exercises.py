@@ -13,14 +13,8 @@ from torch import Tensor
 from ddp_course.chapters.ch00_start_here import solutions
 from ddp_course.lab.answers import Answer, on_ranks
 from ddp_course.lab.exercises import equal, exercise, judge, shown
-from ddp_course.lab.judge import (
-    Case,
-    Draw,
-    difference,
-    equal_values,
-    same_as,
-    same_on_ranks,
-)
+from ddp_course.lab.judge import Case, Draw, same_as, same_on_ranks
+from ddp_course.lab.values import difference, equal_values
 
 ROWS = 12
 SLICE = {  # property of a slice -> hint

@@ -13,7 +13,8 @@ from ddp_course.chapters.ch04_dp_vs_ddp import solutions
 from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, judge_ranks, shown, written_by
-from ddp_course.lab.judge import Draw, difference, equal_values
+from ddp_course.lab.judge import Draw
+from ddp_course.lab.values import difference, equal_values
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
 # ---- the collectives that an answer calls ------------------------------------------

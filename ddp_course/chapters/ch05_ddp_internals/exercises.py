@@ -17,7 +17,7 @@ from ddp_course.collectives import barrier, ring_all_reduce
 from ddp_course.data_parallel import DistributedDataParallel, bucket_plan
 from ddp_course.lab.answers import Answer, code, on_ranks, one_line
 from ddp_course.lab.exercises import exercise, expect, judge, judge_ranks
-from ddp_course.lab.judge import equal_values
+from ddp_course.lab.values import equal_values
 from ddp_course.measure import TorchCollectives
 from ddp_course.model import GPTConfig, build_gpt
 

@@ -13,7 +13,8 @@ from ddp_course.chapters.ch06_memory import solutions
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, expect, judge
 from ddp_course.lab.hard import hard_models
-from ddp_course.lab.judge import copied, equal_values
+from ddp_course.lab.judge import copied
+from ddp_course.lab.values import equal_values
 from ddp_course.measure import MemoryLog
 from ddp_course.model import GPTConfig, build_gpt
 

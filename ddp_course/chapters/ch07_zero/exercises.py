@@ -11,7 +11,8 @@ from torch import Tensor
 from ddp_course.chapters.ch07_zero import solutions
 from ddp_course.lab.answers import Answer, code
 from ddp_course.lab.exercises import exercise, shown
-from ddp_course.lab.judge import AGAIN, Case, Draw, equal_values, same_as, same_on_ranks
+from ddp_course.lab.judge import AGAIN, Case, Draw, same_as, same_on_ranks
+from ddp_course.lab.values import equal_values
 
 # ---- my_pieces ---------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from ddp_course.lab.exercises import (
     living_bytes,
     shown,
 )
-from ddp_course.lab.judge import AGAIN, Case, Draw, equal_values, fits, same_as
+from ddp_course.lab.judge import AGAIN, Case, Draw, same_as
+from ddp_course.lab.values import equal_values, fits
 from ddp_course.measure import TorchCollectives, label, resident
 
 # ---- my_schedule -------------------------------------------------------------------

@@ -19,8 +19,9 @@ from ddp_course.collectives import barrier
 from ddp_course.lab import orders
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
-from ddp_course.lab.judge import Case, Draw, fits, same_as
+from ddp_course.lab.judge import Case, Draw, same_as
 from ddp_course.lab.messages import watched
+from ddp_course.lab.values import fits
 
 # ---- my_gpipe ------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ddp_course.chapters.ch12_precision import solutions
 from ddp_course.lab.answers import Answer
 from ddp_course.lab.exercises import exercise, expect, shown
-from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_ranks
+from ddp_course.lab.judge import Case, Draw, same_as, same_on_ranks
+from ddp_course.lab.values import equal_values
 from ddp_course.precision import FORMATS, bits_of
 
 # ---- from_bits ---------------------------------------------------------------------

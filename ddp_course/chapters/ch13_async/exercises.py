@@ -16,8 +16,9 @@ from ddp_course.chapters.ch13_async import solutions
 from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer, patient
 from ddp_course.lab.exercises import exercise, judge_ranks, shown
-from ddp_course.lab.judge import Case, Draw, equal_values, same_as
+from ddp_course.lab.judge import Case, Draw, same_as
 from ddp_course.lab.messages import MESSAGES, PATIENCE, messages_of
+from ddp_course.lab.values import equal_values
 
 Record = list[tuple[str, int]]
 CASES = 60  # records for my_staleness

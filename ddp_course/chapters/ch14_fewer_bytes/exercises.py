@@ -13,7 +13,8 @@ from torch import Tensor
 from ddp_course.chapters.ch14_fewer_bytes import solutions
 from ddp_course.lab.answers import Answer
 from ddp_course.lab.exercises import exercise, shown
-from ddp_course.lab.judge import Case, Draw, equal_values, same_as, same_on_ranks
+from ddp_course.lab.judge import Case, Draw, same_as, same_on_ranks
+from ddp_course.lab.values import equal_values
 
 # ---- my_memory -----------------------------------------------------------------------
 

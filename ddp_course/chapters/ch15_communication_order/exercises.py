@@ -26,7 +26,8 @@ from ddp_course.lab.exercises import (
     shown,
     where_they_differ,
 )
-from ddp_course.lab.judge import Case, Draw, equal_values, same_as
+from ddp_course.lab.judge import Case, Draw, same_as
+from ddp_course.lab.values import equal_values
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import FullyShardedDataParallel
 

@@ -17,7 +17,8 @@ from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.context_parallel.online_softmax import attend
 from ddp_course.lab.answers import Answer
 from ddp_course.lab.exercises import exercise, expect, judge_ranks, shown
-from ddp_course.lab.judge import Case, Draw, equal_values, same_as
+from ddp_course.lab.judge import Case, Draw, same_as
+from ddp_course.lab.values import equal_values
 
 # ---- my_merge ------------------------------------------------------------------------
 
