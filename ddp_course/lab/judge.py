@@ -383,7 +383,7 @@ def run_both(
     for called, own in ((solution, copied(args)), (function, passed)):
         contents = [_tensors(arg) for arg in own]
         memory = _storages(own) if "storage" in watch else []
-        result, seen = _watched_call(called, own, watch)
+        result, seen = _watched_call(called, own, watch, late=called is function)
         after, changed = {}, set()
         for name, old, now in zip(names, contents, own, strict=False):
             after[name] = old or now
@@ -469,27 +469,28 @@ def _storages(args: tuple) -> list[tuple[int, Tensor, torch.UntypedStorage]]:
 
 
 def _watched_call(
-    function: Callable, args: tuple, watch: Sequence[str]
+    function: Callable, args: tuple, watch: Sequence[str], *, late: bool
 ) -> tuple[Any, dict[str, Any]]:
     """Call a function; return its result, and the facts that `watch` names.
 
-    On ranks they also say whether the function waits for all that it starts.
+    On ranks they also say whether the function waits for all that it starts. If `late`
+    and messages are watched, ranks call one after the other.
     """
     with pending() as ignored:
-        got, seen = _seen_call(function, args, watch)
+        got, seen = _seen_call(function, args, watch, LATE if late else 0)
     ignored += [("message", one) for one in seen.get("ignored", ())]
     return got, seen | waiting(ignored)
 
 
 def _seen_call(
-    function: Callable, args: tuple, watch: Sequence[str]
+    function: Callable, args: tuple, watch: Sequence[str], lag: float
 ) -> tuple[Any, dict[str, Any]]:
     if not {*watch} - {"storage"}:
         return function(*args), {}
     barrier()
     call = written_by if "bytes" in watch else lambda f, *args: (f(*args), None)
     if {"sends", "messages", "calls"} & {*watch}:
-        time.sleep(LATE * dist.get_rank())  # so that ranks call one after the other
+        time.sleep(lag * dist.get_rank())
         with messages_of() as seen:
             got, written = call(function, *args)
         return got, seen | {"called": seen["collectives"], "written": written}
