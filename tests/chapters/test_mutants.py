@@ -21,7 +21,7 @@ WHICH = os.environ.get("DDP_COURSE_MUTANTS", "CI")
 EXERCISES = all_exercises()
 ON_RANKS = [
     *("swap", "my_transpose", "sharded_step", "clip_shards", "agreed_step"),
-    *("my_topk_mean", "my_one_f_one_b", "my_average", "global_rank"),
+    *("my_topk_mean", "my_average", "global_rank"),
     *("peer_on_next_node", "copy_to_ranks", "row_linear", "my_server", "node_group"),
     *("replicas_agree", "ring_reduce_scatter", "hierarchical_sum", "accumulate"),
     *("average_gradients_flat", "make_replicas", "my_stage_step", "ring_transfers"),
