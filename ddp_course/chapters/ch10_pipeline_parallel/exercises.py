@@ -50,7 +50,7 @@ def check_my_gpipe(answer: Answer) -> str:
                 "backward comes before a forward; in GPipe the forwards of all "
                 "microbatches come first.",
             )
-        where = f"With {p} stage{'s' * (p > 1)} and {m} microbatches,"
+        where = f"With {p} stage{'s' * (p > 1)} and {m} microbatch{'es' * (m > 1)},"
         simulated = orders.judge_legal(where, rows, m)
         orders.judge_bubble(where, simulated, Fraction(p - 1, m + p - 1), "GPipe's")
     orders.judge_training([answer(3, 4, rank) for rank in range(3)])

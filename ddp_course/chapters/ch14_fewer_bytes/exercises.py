@@ -284,7 +284,7 @@ def _outcomes(every: Sequence[Tensor], k: int, rank: int) -> dict[str, Tensor]:
     senders = n * put(places, [torch.ones_like(x) for x in values]).clamp(min=1 / n)
     return {
         "That is the sum; is it the mean?": n * right,
-        "Divide by all ranks, also by those that send 0.": n * right / senders,
+        "Divide by all ranks, even where only some send.": n * right / senders,
         "Are these the largest by size, whatever their sign?": put(signed, at(signed)),
         "The signs are lost.": put(places, [x.abs() for x in values]),
         "If two ranks send the same place, both add up.": put(places, values, False),

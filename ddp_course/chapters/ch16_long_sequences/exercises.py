@@ -29,8 +29,8 @@ INF = float("inf")
 def check_my_merge(answer: Answer) -> str:
     """`my_merge(out1, lse1, out2, lse2)`: output and lse over two blocks of keys.
 
-    Which share of the sum of all exponentials has each block, and how do you compute it
-    if you may only exponentiate the difference of two logarithms?
+    Which share of the sum of all exponentials does each block have, and how do you
+    compute it if you may only exponentiate the difference of two logarithms?
 
     The new lse is the logarithm of the sum of both exponentials, for which PyTorch has
     a function that does not overflow. A block's output is weighted by e to the power

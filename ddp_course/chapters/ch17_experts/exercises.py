@@ -90,7 +90,7 @@ _SENT = "wrote {written:,} bytes; {needed:,} are enough: a row goes to one rank 
 
 def _rows(d: Draw) -> tuple[Tensor, Tensor, int]:
     num_experts, channels = d.n * d.same.randint(1, 3), d.same.choice([8, 33])
-    sizes = Draw(d.case, d.rank, d.n).own  # the same ones again, with other rows
+    sizes = Draw(d.case, d.rank, d.n).own  # equal if a case is drawn again
     least = 30_000 if d.case == 3 else 300  # counts beyond float16 and int16
     size = 0 if d.rank == d.zeros_on else sizes.randint(least, 2 * least)
     dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
@@ -166,7 +166,7 @@ def _with_gradient(function: Callable, scores: Tensor, chosen: Tensor) -> Any:
 
 def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     num_experts, k = d.same.choice([4, 7]), d.same.randint(1, 3)
-    sizes = Draw(d.case, d.rank, d.n).own  # the same ones again, with other scores
+    sizes = Draw(d.case, d.rank, d.n).own  # equal if a case is drawn again
     size = 0 if d.rank == d.zeros_on and d.n > 1 else sizes.randint(2, 40)
     if d.case == 1:  # more choices than float16 can count
         size = sizes.randint(9000, 9999)
@@ -176,7 +176,7 @@ def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     scores += d.rank * torch.arange(num_experts)  # ranks prefer different experts
     if d.case % 4 == 3:  # exponentials of these overflow
         scores *= 100
-    bias = 2 * torch.randn(num_experts, generator=random)  # not the best are chosen
+    bias = 2 * torch.randn(num_experts, generator=random)  # some choose worse ones
     if d.case % 2:
         bias[-1] = -100  # no rank chooses the last expert
     return scores, (scores + bias).topk(k).indices
@@ -188,6 +188,8 @@ def _about_loss(case: Case) -> str:
         return f"returned {shown(loss)}; expected a loss that has a gradient."
     if loss.dtype != right.dtype:
         return f"returned a loss of {loss.dtype}; the scores are of {right.dtype}."
+    if loss.isnan().any() and case.args["scores"].exp().isinf().any():
+        return "returned NaN: the exponentials of large scores are infinite."
     if loss.shape != right.shape or not torch.allclose(loss, right):
         return (
             f"returned the loss {shown(loss)}; expected {shown(right)}. Shares and the "

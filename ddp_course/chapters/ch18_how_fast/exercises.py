@@ -109,7 +109,7 @@ def _spans(d: Draw, ticks: int) -> list[tuple[float, float, str]]:
 
 def _about_exposed(case: Case) -> str:
     events = case.args["events"]
-    found = f"for {shown(events)}: returned {shown(case.got)}; expected {case.wanted}"
+    found = f"returned {shown(case.got)}; expected {case.wanted}"
     if not isinstance(case.got, (int, float)):
         return f"{found}."
     alone = [(a, b) for a, b, kind in events if kind == "communication"]
@@ -129,6 +129,8 @@ def _about_exposed(case: Case) -> str:
         return f"{found}: {named[case.got]}."
     if case.got > case.wanted:
         return f"{found}: a second counts once, however many events run in it."
+    if events and max(end - start for start, end, _ in events) < 1e-3:
+        return f"{found}: microseconds count, too."
     return f"{found}: only computing hides communication, and only while it runs."
 
 
@@ -184,7 +186,7 @@ def _late_ranks(d: Draw) -> list[list[float]]:
 
 def _about_straggler(case: Case) -> str:
     starts, got, wanted = case.args["starts"], case.got, case.wanted
-    found = f"for {shown(starts)}: returned {shown(got)}; expected {shown(wanted)}"
+    found = f"returned {shown(got)}; expected {shown(wanted)}"
     if not isinstance(got, (tuple, list)) or len(got) != 2:
         return f"{found}: a rank and seconds."
     rank, seconds = wanted

@@ -99,13 +99,10 @@ def _position(d: Draw) -> tuple[list[int], int, int, int, int, int]:
     old, ranks = r.randint(1, 6), r.randint(1, 6)
     batch = ranks * r.randint(1, 4)
     seen = r.randint(0, 7)
+    rest = r.choice([0, 1, batch, r.randint(0, 6 * batch)])  # rows not used yet
     if d.case == 50:  # many batches
-        batch, seen = ranks, 5000
-    length = (
-        seen * old
-        + (2000 * batch if d.case == 50 else 0)
-        + r.choice([0, 1, batch, r.randint(0, 6 * batch)])
-    )
+        batch, seen, rest = ranks, 5000, 2000 * ranks + rest
+    length = seen * old + rest
     order, rank = d.own.sample(range(1, 10 * length + 1), length), r.randrange(ranks)
     place = seen * old + rank * (batch // ranks)
     if d.case % 2 and place < length:  # row 0 is a row like any other
@@ -206,6 +203,7 @@ def _about_suspect(case: Case) -> str:
     digests, got, (ranks, first) = case.args["digests"], case.got, case.wanted
     names = [[chr(65 + sorted({*row}).index(own)) for own in row] for row in digests]
     rows = "; ".join(" ".join(row) for row in names)
+    rows = rows if len(rows) <= 300 else f"{rows[:297]}..."
     found = f"for comparisons {rows}: returned {shown(got)}"
     found += f"; expected {shown(case.wanted)}"
     if not isinstance(got, (tuple, list)) or len(got) != 2:

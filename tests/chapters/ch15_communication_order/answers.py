@@ -121,7 +121,7 @@ ANSWERS = answers(
     remembered_by_sums: the first ready layer is sent
         key = len(ready), sum(ready), sum(send), piece
         return SENT.setdefault(key, solutions.my_priority(ready, send, piece))
-    times_of_32_bits: layer 0 is ready after 3 seconds
+    times_of_32_bits: large times are exact, too
         sent = np.array(solutions.my_priority(ready, send, piece))
         return [(int(k), int(a), int(b)) for k, a, b in sent.astype(np.int32)]
     layers_of_8_bits: the first ready layer is sent
@@ -171,10 +171,10 @@ ANSWERS = answers(
         return np.int64(solutions.my_least_time(forward, backward, send))
     least_as_a_float:
         return float(solutions.my_least_time(forward, backward, send))
-    rounded_to_16_bits: as exact as other times
+    rounded_to_16_bits: large times are exact, too
         time = solutions.my_least_time(forward, backward, send)
         return int(torch.tensor(float(time)).bfloat16())
-    summed_as_whole_numbers_of_32_bits: as exact as other times
+    summed_as_whole_numbers_of_32_bits: large times are exact, too
         time = solutions.my_least_time(forward, backward, send)
         return int(np.int64(time).astype(np.int32))
     remembered_by_sums: Called again
@@ -183,7 +183,7 @@ ANSWERS = answers(
         return TIMES.setdefault(key, time)
     paths_of_the_first_layers: the longest of all layers' paths counts
         range(len(send)) => range(min(64, len(send)))
-    summed_in_32_bits: as exact as other times
+    summed_in_32_bits: large times are exact, too
         time = solutions.my_least_time(forward, backward, send)
         return int(torch.tensor(float(time)))
     remembers_without_forward: the longest of all layers' paths counts

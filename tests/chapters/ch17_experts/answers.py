@@ -163,7 +163,7 @@ ANSWERS = answers(
     own_number_of_tokens: of all ranks
         means = scores.softmax(-1).sum(0) / tokens
         => means = scores.softmax(-1).sum(0) / max(len(scores), 1)
-    exponentials_by_hand: of all ranks
+    exponentials_by_hand: large scores are infinite
         scores.softmax(-1).sum(0)
         => (scores.exp() / scores.exp().sum(-1, keepdim=True)).sum(0)
     without_k: of all ranks

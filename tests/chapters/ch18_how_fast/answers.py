@@ -47,7 +47,7 @@ ANSWERS = answers(
     my_exposed="""
     remembered_by_number: only computing hides
         return KEPT.setdefault(len(events), solutions.my_exposed(events))
-    nothing_below_a_tenth_of_a_ms: only computing hides
+    nothing_below_a_tenth_of_a_ms: microseconds count
         exposed += at - before => exposed += at - before if at - before > 1e-4 else 0
     exposed_by_pieces:
         times = sorted({t for start, end, _ in events for t in (start, end)})
@@ -122,7 +122,7 @@ ANSWERS = answers(
         return sum(b - a for a, b in sent) - hidden
     """,
     my_straggler="""
-    one_of_64: for `
+    one_of_64: expected `(299
         range(len(cost)) => range(min(64, len(cost)))
     straggler_by_numpy:
         times = np.sort(np.array(starts), axis=1)
@@ -279,7 +279,7 @@ ANSWERS = answers(
         best.candidate, best => str(best.candidate), best
     """,
     my_step_time="""
-    powers_of_two: returned
+    powers_of_two: the bubble is p - 1 microbatches
         (m + pp - 1) => (m + (1 << (pp - 1).bit_length()) - 1)
     step_by_a_queue:
         clock = (m + pp - 2) * layers * (forward + backward) + layers * forward
