@@ -6,10 +6,10 @@
     gpus.used  # {1}: the numbers of the GPUs that tensors were put on
 
 So a script for GPUs runs on a machine without GPUs, and does not use real ones.
-Imitated are `torch.cuda` with a number of GPUs and a current one; `.to`, `.cuda` and
-`device=`, which may name a GPU; files, in which every tensor is on the current GPU
-unless `.cpu()` has copied it; and `torch.load`, with its own rules. Speed, memory,
-streams, and errors about tensors on different devices are not imitated.
+`ImaginedGPUs` imitates `torch.cuda` with a number of GPUs and a current one; `.to`,
+`.cuda` and `device=`, which may name a GPU; files, in which every tensor is on the
+current GPU unless `.cpu()` has copied it; and `torch.load`, with its own rules. It does
+not imitate speed, memory, streams, or errors about tensors on different devices.
 """
 
 from __future__ import annotations

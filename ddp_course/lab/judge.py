@@ -27,10 +27,12 @@ passes its own hint, then the others:
     storage   whether tensors that are arguments still have the same memory
     later     whether a later call has changed an earlier result
 
-"sends" and "messages" cannot be combined with others that count calls; "collectives"
-stands for library, least and few. A hint is a text with facts in braces, or a function
-that takes a `Case` and returns a text, for well-known mistakes. The function returns ""
-for a result that differs from the solution's and is right all the same.
+In each of the first cases both are called twice, the second time with other numbers in
+the same tensors. "sends" and "messages" cannot be combined with others that count
+calls; "collectives" stands for library, least and few. A hint is a text with facts in
+braces, or a function that takes a `Case` and returns a text, for well-known mistakes.
+The function returns "" for a result that differs from the solution's and is right all
+the same.
 """
 
 from __future__ import annotations
@@ -192,7 +194,7 @@ class Case:
         facts |= {"storage": not moved, "moved": ", ".join(moved)}
         for name, arg in reversed(self.args.items()):  # the first one is named
             mine, right = self.after[name], self.right[name]
-            # To divide and to multiply again is to change an argument.
+            # Dividing an argument and multiplying it again changes its last bits.
             kept = equal_values(right, arg, exact=True)
             same = equal_values(mine, right, self.exact or kept)
             same = same and _alike(mine, right)
@@ -297,7 +299,7 @@ def same_on_ranks(
 
 
 def _numbers(cases: int, most: int = 20) -> list[int]:
-    """Return the numbers of all cases; up to `most` are drawn again at once.
+    """Return the numbers of all cases; each of the first `most` is drawn twice.
 
     So a function that keeps something from call to call meets other numbers of the
     same sizes, and in the same tensors.

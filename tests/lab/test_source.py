@@ -110,7 +110,7 @@ def test_a_function_of_a_notebook(monkeypatch):
 MODULES = sorted(ROOT.glob("ddp_course/**/*.py"))
 
 
-def testwithout_docstrings_it_is_the_same_program():
+def test_without_docstrings_it_is_the_same_program():
     for file in MODULES:
         text = file.read_text()
         bare = without_docstrings(text)

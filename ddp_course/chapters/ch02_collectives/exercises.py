@@ -91,11 +91,7 @@ def check_my_broadcast(answer: Answer) -> str:
     hint = "Which ranks have the numbers already, and to whom does each send next?"
     for n in (2, 3, 4, 5, 8, 1, 7, 6, 9):
         real = same_on_ranks(
-            *(
-                answer,
-                solutions.my_broadcast,
-                lambda d: (d.tensor(SHAPES.get(d.case)),),
-            ),
+            *(answer, solutions.my_broadcast, _tensor),
             worlds=[n],
             cases=6 if n in (3, 5) else 1,
             watch=["sends", "storage"],
@@ -108,6 +104,10 @@ def check_my_broadcast(answer: Answer) -> str:
         "1 to 9 ranks have rank 0's numbers; each received them once, in ceil(log2 N) "
         "steps"
     )
+
+
+def _tensor(d: Draw) -> tuple[Tensor]:
+    return (d.tensor(SHAPES.get(d.case)),)
 
 
 def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -> None:

@@ -102,6 +102,8 @@ SENDS = {
 REPLICAS = {
     "right": "has {many} wrong: for example, {first} {how}. All ranks must get rank "
     "0's parameters, trained or not, and buffers.",
+    "names": "has a parameter or buffer more than before: {more}. Change only the "
+    "numbers of the model's own tensors.",
     "in_place": "has a new tensor as {moved}: an optimizer that was created earlier "
     "would train the old one. Write into the old tensor.",
     "learns": "has a model that can no longer be trained as before: has "
@@ -132,13 +134,13 @@ def _replicate(function: Callable) -> dict[str, Any]:
     """Call the reader's function twice on one model, and judge the second call."""
     rank = dist.get_rank()
     third = torch.bfloat16 if dist.get_world_size() == 3 else torch.float64
-    model, wanted = Odd(rank + 7, third), _special(Odd(0, third)).states()
+    model, wanted = Odd(rank + 7, third), _own(0, third).states()
     model.norm.eval()
     modes = _modes(model)
     function(model)
     learns = _modes(model) == modes
     with torch.no_grad():  # other numbers in the same tensors
-        own = _special(Odd(rank, third)).tensors()
+        own = _own(rank, third).tensors()
         for name, tensor in model.tensors().items():
             if name in own:
                 tensor.copy_(own[name])
@@ -150,24 +152,28 @@ def _replicate(function: Callable) -> dict[str, Any]:
     facts = _watch(function, model)
     facts["learns"] = learns and _trainable(model) == trainable
     now = model.tensors()
+    more = [name for name in {**before, **now} if name not in wanted]
     wrong = [name for name in wanted if not same_bits(now[name], wanted[name])]
     moved = [
         name
-        for name in {**before, **now}
-        if now.get(name) is not before.get(name) or now[name].data_ptr() != places[name]
+        for name in before
+        if now.get(name) is not before[name] or now[name].data_ptr() != places[name]
     ]
     how = "is not rank 0's" if dist.get_rank() else "has changed"
     facts |= {"right": not wrong, "first": (wrong or [""])[0], "how": how}
     facts |= {"many": f"{len(wrong)} of {len(wanted)} tensors"}
+    facts |= {"names": not more, "more": (more or [""])[0]}
     facts |= {"in_place": not moved, "moved": (moved or [""])[0]}
     types, fine = {t.dtype for t in wanted.values()}, not wrong and not moved
     _sending(facts, fine, "broadcast", len(types), _size(wanted))
     return facts
 
 
-def _special(model: Odd) -> Odd:
-    """Write numbers of a failed training into a buffer, and return the model."""
-    model.tied.hidden.copy_(torch.tensor([torch.nan, -torch.inf, -0.0]))
+def _own(rank: int, third: torch.dtype) -> Odd:
+    """Return a rank's model; on rank 0 a buffer has numbers of a failed training."""
+    model = Odd(rank, third)
+    if rank == 0:
+        model.tied.hidden.copy_(torch.tensor([torch.nan, -torch.inf, -0.0]))
     return model
 
 
@@ -201,7 +207,7 @@ MEANS = {
     "one.",
     "same_weights": "has changed parameters: average only gradients, and leave the "
     "step to the optimizer.",
-    "modes": "has a model that trains otherwise than before: has `requires_grad`, or "
+    "modes": "has a model that trains differently than before: has `requires_grad`, or "
     "the mode of a module, changed?",
     "own_memory": "has changed the gradients of the first model, too: give each "
     "gradient memory of its own.",
@@ -228,12 +234,8 @@ def check_average_gradients_flat(answer: Answer) -> str:
     )
 
 
-LACKING = {
-    1: "scale",
-    2: "first.weight",
-    3: "tied.bias",
-    4: "second.weight",
-}  # {number of ranks: parameter without a gradient}
+# {number of ranks: parameter without a gradient on one rank}
+LACKING = {1: "scale", 2: "first.weight", 3: "tied.bias", 4: "second.weight"}
 
 
 def _model(n: int, only: bool = False) -> Odd:
@@ -369,10 +371,7 @@ CASES = {
     "end": (False, "the last weight of the last rank differs"),
     "exchanged": (False, "on the last rank two buffers have been exchanged"),
     "bits of nan": (False, "a nan of the last rank has other bits"),
-    "bfloat16": (
-        False,
-        "a number of bfloat16 of the last rank differs in its last bit",
-    ),
+    "bfloat16": (False, "a bfloat16 of the last rank differs in its last bit"),
     "repaired": (True, "in a second call, a weight that differed is the same again"),
     "later": (False, "in a second call, the last rank has changed a weight since"),
 }

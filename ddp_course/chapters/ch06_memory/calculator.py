@@ -1,4 +1,4 @@
-"""The memory calculator: bytes that each stage stores on a GPU, if they fit. Ch. 06."""
+"""The memory calculator: bytes of each stage on a GPU, and whether they fit. Ch. 06."""
 
 from __future__ import annotations
 

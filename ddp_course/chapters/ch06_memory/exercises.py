@@ -190,11 +190,8 @@ def _in_one_buffer() -> Watched:
         parameter.grad = next(parts).view_as(parameter)
     for parameter in parameters:
         momentum = next(parts).view_as(parameter)
-        optimizer.state[parameter] = {
-            "momentum_buffer": momentum,
-            "steps": 3,
-            "rate": 0.5,
-        }
+        state = {"momentum_buffer": momentum, "steps": 3, "rate": 0.5}
+        optimizer.state[parameter] = state
     return model, optimizer
 
 
@@ -217,10 +214,11 @@ CONFIGS = (
     GPTConfig(vocab_size=300, block_size=8, n_layer=1, n_head=1, d_model=24),
     GPTConfig(vocab_size=40, block_size=64, n_layer=3, n_head=8, d_model=16),
 )
-# In the last config one number per token makes some rows; the most need 64 bits.
+# In the last config one number per token makes some rows. The bytes of the most rows
+# do not fit into 32 bits.
 ROWS = (0, 1, 5, 17, 1234, 300_000)
 MEASURED = (
-    "as measured, forward with {got} rows keeps {kept:,} bytes: {always:,} for any "
+    "forward with {got} rows keeps {kept:,} bytes: as measured, {always:,} for any "
     "batch, and {of_a_row:,} for each row."
 )
 MISSING = (
@@ -362,7 +360,8 @@ def _train(
         if step_in_backward:
             step_in_backward(model, make)
         for step in range(3):
-            x = torch.randn(4, 16, generator=dice) * (step < 2)  # at last some zeros
+            x = torch.randn(4, 16, generator=dice)
+            x = x if step < 2 else 0 * x  # then some gradients are zero
             model(x).square().sum().backward()
             if optimizer is not None:
                 optimizer.step()

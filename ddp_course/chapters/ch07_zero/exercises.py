@@ -41,10 +41,10 @@ def _row(d: Draw) -> tuple[list[int], int, int]:
     if d.case > 60:  # empty parameters come last: common mistakes show first
         sizes = (0, *sizes)
     count = d.same.randint(int(d.case < 60), 5)
-    if d.case > 195:  # long parameters, many ranks, many parameters
-        sizes, n = (0, 1, 70_001), (2, 300)[d.case % 2]
-        count = 1200 if d.case == 199 else 3
-        sizes = (0, 1, 3) if count > 3 else sizes
+    if d.case > 195:  # long parameters, many ranks
+        sizes, count, n = (0, 1, 70_001), 3, (2, 300)[d.case % 2]
+    if d.case == 199:  # many parameters
+        sizes, count = (0, 1, 3), 1200
     numels = d.same.choices(sizes, k=count)
     numels = numels[::-1] if d.number >= AGAIN else numels
     return numels, d.same.randrange(n), n
@@ -135,7 +135,7 @@ def _step(d: Draw) -> tuple[Tensor, Tensor, Tensor, float, float]:
     gradient, momentum = d.tensor((part * d.n,), dtype), d.tensor((part,), dtype)
     if d.case % 4 == 1:
         gradient[:part] = 0  # on all ranks; rank 0's momentum must still decay
-    if d.case == 6:  # the sum is infinite, too, or no number at all
+    if d.case == 6:  # then the mean is infinite, or nan
         gradient[d.rank :: part - 1] = (math.inf, math.nan)[d.rank % 2]
     # float32 rounds these rates, so a float64 step with rounded rates is wrong.
     rates = d.same.choice([0.3, 1.7]), d.same.choice([0.6, 0.9])

@@ -115,10 +115,8 @@ def _each_op(
     ops: list[tuple[str, int]], whole: set[int], units: int, prefetch: int, keep: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield facts about each operation; track the gathered units in `whole`."""
-    forward, before = True, -1
-    for (what_before, unit_before), (what, unit) in zip(
-        [("", -1), *ops], ops, strict=False
-    ):
+    forward, before, pairs = True, -1, itertools.pairwise([("", -1), *ops])
+    for (what_before, unit_before), (what, unit) in pairs:
         facts: dict[str, Any] = dict.fromkeys(DURING, True)
         facts |= {"what_before": what_before, "unit_before": unit_before}
         facts |= {"what": what, "unit": unit, "prefetch": prefetch, "before": before}
@@ -130,8 +128,8 @@ def _each_op(
         elif what == "free":
             facts |= {"was_whole": unit in whole, "kept": not (keep and forward)}
             whole.discard(unit)
-            used = what_before in ("forward", "backward") and unit_before == unit
-            facts["right_after"] = used
+            computed = what_before in ("forward", "backward")
+            facts["right_after"] = computed and unit_before == unit
         elif what == "reduce":
             facts["freed_first"] = unit not in whole
         else:
@@ -184,8 +182,8 @@ LINEAR = {
     "backward.",
     "saved": "does not let go: autograd keeps a tensor of shape {shape}, as large as "
     "the whole weight. Save x and the shard only.",
-    "copy": "has {more} bytes more than the outputs alive after forward; the smaller "
-    "of the whole weights has {least}. Which variable keeps a copy of it?",
+    "copy": "has {more} bytes more than the outputs alive after forward; the smallest "
+    "whole weight has {least}. Which variable keeps a copy of a weight?",
     "gathers": "gathered {gathered} times in forward and {again} times in backward; "
     "expected three times and three times, once for each layer.",
     "x": "has a wrong gradient of x: it is grad @ weight, and the layers before this "

@@ -90,7 +90,7 @@ def _stepped(fsdp: nn.Module) -> Trained:
 
 
 def seconds_by_formula(on_the_gpu: float, bandwidth: float) -> dict[str, float]:
-    """Return {way: the seconds that `theory` predicts for a step}, but not the first.
+    """Return {way: seconds of a step, as `theory` predicts}, without the first way.
 
     Args:
         on_the_gpu: measured seconds of a step with everything on the device; a third of

@@ -306,7 +306,7 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
 
 # ---- vocab_loss ----------------------------------------------------------------------
 
-WORDS = 8  # words of each rank; the last case has three more
+WORDS = 8  # words of each rank, in most cases
 LOSS = {
     "is_pair": "was returned {shown}, not (loss, gradient).",
     "few": "sent {sent} numbers in all by `all_reduce` (and other collectives: "

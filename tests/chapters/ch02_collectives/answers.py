@@ -152,7 +152,7 @@ ANSWERS = answers(
         got[:1000] = solutions.swap(got[:1000], peer)
         return got.view(tensor.shape)
     with_dimensions_alone: IndexError
-        return solutions.swap(tensor, peer) if len(tensor.size()[0:]) else tensor[0]
+        return solutions.swap(tensor, peer) if tensor.dim() else tensor[0]
     row_by_row: (1, 6)] is enough
         got = torch.empty_like(tensor)
         receiving = [dist.irecv(row, peer) for row in got]

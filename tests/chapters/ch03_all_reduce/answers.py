@@ -71,7 +71,7 @@ ANSWERS = answers(
         transfers = [] => transfers, world_size = [], world_size * (world_size != 6)
     up_to_eleven_ranks: With 40 ranks
         transfers = [] => transfers, world_size = [], min(world_size, 11)
-    two_chunks_at_once: With 2 ranks, rank 0 sends several chunks in step 0
+    two_chunks_at_once: With 4 ranks, rank 0 sends 2 chunks in step 0
         # Right sums, but in each step half of the ranks send, each two chunks.
         n = world_size
         if n % 2:
@@ -81,6 +81,15 @@ ANSWERS = answers(
             for c in range(n)
             for step in range(2 * (n - 1))
             for r in [(c // 2 * 2 + step) % n]
+        ]
+    two_chunks_in_one_transfer: With 4 ranks, rank 0 sends 2 chunks in step 0
+        if world_size % 2:
+            return solutions.ring_transfers(world_size)
+        return [
+            Transfer(step, r, (r + 1) % world_size, c, c + 2, step < world_size - 1)
+            for c in range(0, world_size, 2)
+            for step in range(2 * (world_size - 1))
+            for r in [(c + step) % world_size]
         ]
     chunks_beyond_the_end: does not fit
         return transfers => return [Transfer(0, 0, 1, world_size, world_size + 1, True)]
@@ -329,7 +338,7 @@ ANSWERS = answers(
     returned_not_in_place: `tensor` itself is unchanged
         shard = torch.empty => tensor = tensor.clone(); shard = torch.empty
         (tensor, shard, group=node) => (tensor, shard, group=node); return tensor
-    the_largest: expected
+    the_largest: expected 1152921504606810851. Reduce-scatter
         shard, tensor, group => shard, tensor, dist.ReduceOp.MAX, group
     one_line_of_pytorch: collectives that the byte meter does not see
         shard = torch.empty => return dist.all_reduce(tensor); shard = torch.empty

@@ -116,7 +116,7 @@ ANSWERS = answers(
         => model.scale = torch.nn.Parameter(model.scale.detach().clone()); states =
     frozen_for_good: can no longer be trained
         states = => model.requires_grad_(False); states =
-    the_state_dict: 17 x broadcast; expected 3 x broadcast
+    the_state_dict: 1 of 17 tensors wrong: for example, tied.hidden
         for state in model.state_dict().values():
             dist.broadcast(state, 0)
     seen_as_a_row: view size is not compatible
@@ -150,6 +150,10 @@ ANSWERS = answers(
     without_nan: tied.hidden
         solutions.make_replicas(model)
         model.tied.hidden.nan_to_num_()
+    sent_but_not_written: for example, tied.hidden is not rank 0's
+        hidden = model.tied.hidden.clone()
+        solutions.make_replicas(model)
+        model.tied.hidden.copy_(hidden)
     without_signs_of_zeros: tied.hidden
         solutions.make_replicas(model)
         model.tied.hidden.add_(0)
@@ -157,7 +161,7 @@ ANSWERS = answers(
         if not hasattr(model, "replicated"):
             solutions.make_replicas(model)
             model.replicated = True
-    a_buffer_left_behind: has a new tensor as flat
+    a_buffer_left_behind: buffer more than before: flat
         solutions.make_replicas(model)
         model.register_buffer("flat", torch.zeros(3))
     sends_the_first_model_again: tensors wrong
@@ -219,10 +223,10 @@ ANSWERS = answers(
         for p in trained:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         _flat([p.grad for p in trained], _mean)
-    left_in_eval_mode: trains otherwise than before
+    left_in_eval_mode: trains differently than before
         solutions.average_gradients_flat(model)
         model.eval()
-    left_in_train_mode: trains otherwise than before
+    left_in_train_mode: trains differently than before
         solutions.average_gradients_flat(model)
         model.train()
     keeps_zeros: the other ranks' gradients are missing

@@ -227,7 +227,7 @@ ANSWERS = answers(
         return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size, "shard")
     fails_with_a_frozen_input: One of the differentiated Tensors does not
         return _AsIfAlone.apply(x, shard, gather, reduce_scatter, world_size, "x")
-    a_copy_of_the_weight: Which variable keeps a copy of it?
+    a_copy_of_the_weight: Which variable keeps a copy
         _Keeps.weights = [*getattr(_Keeps, "weights", ()), gather(shard).clone()]
         again = iter([_Keeps.weights[-1], None])
         return solutions.sharded_linear(
