@@ -184,10 +184,8 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
     yield "a last stage without a forward", [["0F0", "0B0"], ["1B0"]]
     long = _rows(one_f_one_b(2, 600))
     yield "a long schedule", long
-    yield (
-        "a long schedule without its last forward",
-        [long[0][:-3] + long[0][-2:], long[1]],
-    )
+    shorter = [long[0][:-3] + long[0][-2:], long[1]]
+    yield "a long schedule without its last forward", shorter
     dice = random.Random(0)
     for number in range(CHANGED):
         schedule = examples[5 if number >= 60 else number % 4]

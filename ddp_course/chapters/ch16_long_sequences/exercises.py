@@ -108,8 +108,10 @@ def check_my_zigzag(answer: Answer) -> str:
     return "60 sequences, most of which cannot be divided equally"
 
 
-SEQUENCES = ((8, 2), (16, 4), (6, 1), (7, 2), (10, 4), (3, 4), (0, 3), (70_001, 4))
-SEQUENCES += ((999, 300),)
+SEQUENCES = (  # (length, ranks)
+    *((8, 2), (16, 4), (6, 1), (7, 2), (10, 4)),
+    *((3, 4), (0, 3), (70_001, 4), (999, 300)),
+)
 
 
 def _sequence(d: Draw) -> tuple[int, int]:

@@ -228,7 +228,7 @@ def check_my_two_averages(answer: Answer) -> str:
 
 SHAPES = ((), (5,), (2, 3), (4, 1), (3, 2, 2), (11, 13))  # matrices are transposed
 
-# ranks that divide the experts among them -> the group of this rank's replicas
+# {number of ranks that together have all experts: the group of this rank's replicas}
 _GROUPS: dict[int, dist.ProcessGroup] = {}
 
 

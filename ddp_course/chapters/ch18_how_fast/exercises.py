@@ -163,8 +163,7 @@ def _starts(d: Draw) -> tuple[list[list[float]]]:
 
 
 def _late_ranks(d: Draw) -> list[list[float]]:
-    r = d.same
-    ranks, collectives = r.randint(2, 8), r.randint(1, 6)
+    ranks, collectives = d.same.randint(2, 8), d.same.randint(1, 6)
     if d.case == 50:
         ranks, collectives = 300, 1500
     r = d.own

@@ -172,8 +172,7 @@ def check_my_suspect(answer: Answer) -> str:
 
 def _digests(d: Draw) -> tuple[list[list[int]]]:
     """Draw the digests of all ranks in each comparison; some ranks become wrong."""
-    r = d.same
-    ranks, rows = r.choice([2, 3, 3, 4, 5, 6, 8]), r.randint(1, 6)
+    ranks, rows = d.same.choice([2, 3, 3, 4, 5, 6, 8]), d.same.randint(1, 6)
     if d.case in (50, 51):
         ranks, rows = (300, 2) if d.case == 50 else (3, 2000)
     r = d.own
@@ -255,9 +254,8 @@ NAMES = "all_reduce", "broadcast", "barrier", "all_gather", "reduce_scatter"
 
 def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
     """Draw the calls and places of ranks after some good steps and one that hangs."""
-    r, cause = d.same, CAUSES[d.case % 4]
-    world = tuple(range(r.randint(4, 8)))
-    r = d.own
+    r, cause = d.own, CAUSES[d.case % 4]
+    world = tuple(range(d.same.randint(4, 8)))
     part = tuple(sorted(r.sample(world, r.randint(3, len(world) - 1))))
     calls: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in world]
 
