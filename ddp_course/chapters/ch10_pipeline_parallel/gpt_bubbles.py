@@ -14,8 +14,8 @@ def recorded_steps(
 ) -> list[list[Event]]:
     """Return this rank's events in three steps of the GPT by GPipe, after two others.
 
-    `sizes` are the layers of each stage; they are timed by the virtual clock if
-    `virtual`, otherwise by the wall clock.
+    `sizes`: the number of layers of each stage; `virtual`: whether the virtual clock
+    times the events, or the wall clock.
     """
     recorder = VirtualTime() if virtual else PipelineRecorder()
     options = {"sizes": sizes, "recorder": recorder}
