@@ -124,16 +124,13 @@ def shared():
 
 
 def test_wrong_arguments_of_generate_are_named():
-    for arguments, words in {
-        (
-            None,
-            PROMPT,
-            2,
-        ): "model has no config.block_size; it must be the cours",
-        (model(), PROMPT[0], 2): r"idx is torch.int64 \(.*; it must be an int64 tensor",
-        (model(), "abc", 2): r"idx is str; it must be an int64 tensor of shape \(B, T",
-        (model(), PROMPT, 2.5): "new_tokens is 2.5; it must be an integer",
-    }.items():
+    gpt = model()
+    for words, *arguments in (
+        ("model has no config.block_size; it must be the course", None, PROMPT, 2),
+        (r"idx is torch.int64 \(.*; it must be an int64 tensor", gpt, PROMPT[0], 2),
+        (r"idx is str; it must be an int64 tensor of shape \(B, T", gpt, "abc", 2),
+        ("new_tokens is 2.5; it must be an integer", gpt, PROMPT, 2.5),
+    ):
         with pytest.raises(ValueError, match=words):
             generate(*arguments)
     with pytest.raises(ValueError, match="model is None; it must be an nn.Module"):

@@ -4,7 +4,7 @@ All ranks work on one batch of 8 microbatches; `tokens` is the number of tokens 
 microbatch. PyTorch's schedules have the same stages.
 
 Then the idle share of each schedule is measured, ours beside PyTorch's and beside the
-simulated schedule's (`pipeline.simulate_schedule`). Its layers sleep instead of
+simulated schedule's (`pipeline.simulate_schedule`). Here layers sleep instead of
 computing (30 ms per rank in each of F, I and W; `pipeline.SleepingLayer`), so that four
 ranks on two cores do not slow each other. Chapters 10 and 11.
 """

@@ -187,7 +187,7 @@ def advice(machine: Machine, ranks: int = 4) -> list[str]:
 
 
 def how_ranks_run(machine: Machine, ranks: int) -> str:
-    """Return on which devices, over which backend and how fast `ranks` ranks run."""
+    """Return where `ranks` ranks run, over which backend, and whether in turns."""
     gpus = len(machine.gpus)
     placement = choose(Topology(1, ranks), gpus=gpus)
     if placement.gpus:

@@ -115,7 +115,7 @@ def loss_weight(n: int, group: dist.ProcessGroup | None = None) -> float:
     """Return the factor for this rank's mean loss, to be applied before `backward`.
 
     DDP divides the sum of the gradients by the number of ranks. That is the mean over
-    all samples only if all ranks have as many samples; otherwise it is a mean of means.
+    all samples only if all ranks have equally many; otherwise it is a mean of means.
     With the weight n * world_size / (sum of n over all ranks), each sample counts the
     same. `n` is this rank's number of samples (of tokens, for a mean over tokens), 0 or
     more. Costs one all-reduce of 8 bytes, which all ranks must call.

@@ -53,7 +53,9 @@ def check_devices(module: nn.Module, device_ids: Any, output_device: Any) -> Non
     """
     device = next(module.parameters()).device
     if not isinstance(device_ids, (list, tuple, type(None))):
-        raise ValueError(f"device_ids is {device_ids!r}; it must be a list of a device")
+        raise ValueError(
+            f"device_ids is {device_ids!r}; it must be a list with one device"
+        )
     ids = [] if device_ids is None else list(device_ids)
     arguments = {"device_ids": ids} if ids else {}
     if output_device is not None:

@@ -1,8 +1,8 @@
 """Compare values: an answer's with the solution's, and say how they differ.
 
-Floating-point numbers may differ by rounding, unless all must be exact. Lists and
-tuples count as alike, and so do numbers of Python and NumPy; shapes and dtypes of
-tensors do not.
+Floating-point numbers may differ by rounding, unless they must be exact. A tuple may
+stand for a list, and a number of NumPy for one of Python; but a tensor must have the
+same shape and dtype.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def spawn(
         init: create the process group. With False, `fn` calls `init_process_group`.
         links: latency and bandwidth inside and between the nodes (`Links`).
         env: more environment variables for the ranks.
-        may_fail: ranks whose failure does not end the launch. The result of such a rank
-            is its `RankReport`. (torchrun's agent would end all ranks.)
+        may_fail: ranks whose failure does not end the launch. If one of them fails, its
+            result is its `RankReport`. (torchrun's agent would end all ranks.)
 
     Raises:
         LaunchArgumentError: an argument has an invalid value; nothing was started.

@@ -174,9 +174,8 @@ def failure(
     """Return the exception for the failure of a rank, or None if no rank failed."""
     if (first := cause(reports, may_fail)) is None:
         return None
-    if (first.lost_a_peer or MISMATCH in first.error) and (
-        calls := describe_mismatch(reports)
-    ):
+    unexplained = first.lost_a_peer or MISMATCH in first.error
+    if unexplained and (calls := describe_mismatch(reports)):
         return RankError(calls, reports)
     left = [report.rank for report in reports if report.status == "ok"]
     if first.lost_a_peer and left:

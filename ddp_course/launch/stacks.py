@@ -81,7 +81,7 @@ def drop_launcher(parsed: TracebackException | None) -> None:
 
 
 def relabel(text: str, labels: dict[str, str]) -> str:
-    """Replace the file names of cells in a traceback by labels, as `Cell In[5]`."""
+    """Replace the file names of cells in a traceback by names such as `Cell In[5]`."""
     for file, name in labels.items():
         text = text.replace(f'File "{file}"', name)
     return text

@@ -69,7 +69,7 @@ from ddp_course.launch.strict_rules import (
 )
 
 NAME = "strict"
-GROUP, PAIR = 0, 2  # gloo's tags of notes in a group's stream, and in one of two ranks
+GROUP, PAIR = 0, 2  # gloo's tags of notes: in a group's stream, in a pair's stream
 DATA = 1  # GROUP + DATA and PAIR + DATA are the tags of messages
 MOMENT = 0.3  # seconds before a failing rank raises, so that its peers can raise, too
 

@@ -47,7 +47,7 @@ class BucketReducer:
         empty: allocates the memory of a bucket: `empty(numel, dtype=..., device=...)`.
     """
 
-    unused: frozenset[Tensor] = frozenset()  # without a gradient on any rank
+    unused: frozenset[Tensor] = frozenset()  # no rank has their gradients
 
     def __init__(
         self,

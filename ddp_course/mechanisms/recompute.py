@@ -102,7 +102,7 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: RecomputedCall, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run the call without recording; save its tensors, most of which live on."""
+        """Run the call without recording; save its tensors: most exist anyway."""
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)

@@ -121,12 +121,9 @@ class Server:
                     self.receive_gradient(worker)
                     self.run_locked(self.push, worker)
                 else:
-                    differs = envelope[2] != self.form
-                    answer = (
-                        (DIFFERS, 0, 0)
-                        if differs
-                        else self.run_locked(self.pull, worker)
-                    )
+                    answer = DIFFERS, 0, 0
+                    if envelope[2] == self.form:
+                        answer = self.run_locked(self.pull, worker)
                     self.envelopes.send(torch.tensor(answer), worker).wait()
                     if answer[0] == PULL:
                         self.send_weights(worker)

@@ -84,9 +84,8 @@ class ShardedServer:
         shard = nn.Parameter(self.own.weights)
         optimizer = optimizer_class([shard], **defaults)
         options = {"workers": range(size), "group": groups[self.rank]}
-        self.server = Server(
-            [shard], optimizer, rule, **options | (server_options or {})
-        )
+        options |= server_options or {}
+        self.server = Server([shard], optimizer, rule, **options)
         self.server.form = self.row.form
         self.others = [
             Worker(parts[peer], peer, group=groups[peer])

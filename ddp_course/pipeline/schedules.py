@@ -68,9 +68,8 @@ def zero_bubble(
 
     With v stages on each rank it is interleaved, too: the bubble is 1/v of that, with
     as many messages as interleaved, and no more memory than for v = 1 if p divides m.
-    Raises
-    ValueError for fewer than one rank, microbatch or stage. Source: Qi et al. 2024,
-    "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2; PyTorch's
+    Raises ValueError for fewer than one rank, microbatch or stage. Source: Qi et al.
+    2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2; PyTorch's
     ScheduleInterleavedZeroBubble. Chapter 11.
     """
     p, m, v = num_ranks, num_microbatches, stages_per_rank

@@ -46,7 +46,7 @@ def add_layers(module: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Module:
 
 
 class Stage(nn.Sequential):
-    """A slice of the spine, which also computes the loss, a scalar, from targets."""
+    """A slice of the spine; with targets, as in the last stage, it returns the loss."""
 
     def __init__(
         self,

@@ -247,10 +247,11 @@ def tensor_parallel(
     09.
     """
     check_model(model, group, sequence_parallel, all_reduce)
-    ranks = meeting(group)
+    group_meeting = meeting(group)
     # gloo's threads do not interrupt this rank while it waits for them.
-    exchange = MessageExchange(group, all_reduce, partial(patient, threads_of(ranks)))
-    parts = SameTokens(ranks), FailedPasses(ranks)
+    waiting = partial(patient, threads_of(group_meeting))
+    exchange = MessageExchange(group, all_reduce, waiting)
+    parts = SameTokens(group_meeting), FailedPasses(group_meeting)
     parallel = TensorParallelGPT(model, exchange, sequence_parallel, parts)
     leave_behind(model.parameters(), "tensor_parallel(model)")
     return parallel

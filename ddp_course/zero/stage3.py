@@ -71,7 +71,7 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
     Any elementwise optimizer (SGD, AdamW, ...) can step `parameters()`, also in groups
     by name. They are vectors, this rank's pieces, with mean gradients; a norm that you
     compute from these is that of this rank's pieces only. A gradient that is missing on
-    some ranks counts as zero there; a parameter without a gradient on any rank is not
+    some ranks counts as zero there; if it is missing on all ranks, the parameter is not
     changed. Each rank keeps its own buffers; the whole state has the first rank's.
 
     Args:

@@ -53,11 +53,11 @@ class ZeroRedundancyOptimizer(Zero1):
     buckets, while backward runs. After `backward`, a `grad` is the mean in this rank's
     shard only, and partial sums elsewhere. You may change it element by element
     (`mul_`, `clamp_`). A norm, a mean or another reduction of it, and a move of the
-    weights by it (SAM), are wrong without any error; clip with this object's
+    weights by it (SAM), are wrong, and raise no error; clip with this object's
     `clip_grad_norm_`. Backward passes add up until `zero_grad`, as in PyTorch, and each
-    must reach at least one parameter. A parameter without a gradient on any rank is not
-    changed. Buffers, such as BatchNorm's means, are not synchronized. Keep this object
-    as long as you train: its hooks are removed with it.
+    must reach at least one parameter. A parameter for which no rank has a gradient is
+    not changed. Buffers, such as BatchNorm's means, are not synchronized. Keep this
+    object as long as you train: its hooks are removed with it.
 
     Args:
         params: as for any optimizer: parameters, names and parameters, or groups.

@@ -156,14 +156,11 @@ def train(find_unused: bool, steps: int = 4) -> dict:
 
 
 def one_all_reduce_per_bucket(results: dict) -> bool:
-    torch_log = results["calls"]
-    return (
-        [call.op for call in torch_log.calls]
-        == ["all_reduce"] * len(results["buckets"])
-        and sorted(call.nbytes for call in torch_log.calls)
-        == sorted(results["buckets"])
-        and torch_log.nbytes == results["parameters"]
-    )
+    torch_log, buckets = results["calls"], results["buckets"]
+    ops = [call.op for call in torch_log.calls]
+    sizes = sorted(call.nbytes for call in torch_log.calls)
+    same = ops == ["all_reduce"] * len(buckets) and sizes == sorted(buckets)
+    return same and torch_log.nbytes == results["parameters"]
 
 
 @pytest.fixture(scope="module")

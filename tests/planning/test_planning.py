@@ -109,9 +109,8 @@ def test_sending_goes_on_behind_computing_as_a_queue_of_buckets_does(
     for layer in range(1, layers + 1):
         computed = layer * computing / layers
         sent = max(sent, computed) + sending / layers
-    assert exposed_sending(sending, computing, layers) == pytest.approx(
-        sent - computing
-    )
+    exposed = exposed_sending(sending, computing, layers)
+    assert exposed == pytest.approx(sent - computing)
 
 
 def test_what_slows_a_step_down():
