@@ -67,11 +67,11 @@ class OrderedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module, self.optimizer, self.parts = module, optimizer, parts
+        self.reducer = InPieces(process_group, all_reduce, piece, sending)
         announce(parts, "before_replication", self)
         first = dist.get_process_group_ranks(process_group or dist.group.WORLD)[0]
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.data, first, process_group)
-        self.reducer = InPieces(process_group, all_reduce, piece, sending)
         self.engine = Engine(self.reducer, parts)
         self.due: list[dict[str, Any]] | None = None  # options of a due step
         self.with_gradient: set[Tensor] = set()  # the parameters to step

@@ -47,8 +47,8 @@ class InPieces(BucketReducer):
         piece: int | None,
         sending: dist.ProcessGroup | None = None,
     ) -> None:
-        if piece is not None and piece < 4:
-            raise ValueError(f"piece is {piece}; it must be 4 bytes or more, or None")
+        if piece is not None and piece < 16:  # as long as one number of any type
+            raise ValueError(f"piece is {piece}; it must be 16 bytes or more, or None")
         super().__init__(group)
         self.all_reduce, self.piece, self.sending = all_reduce, piece, sending or group
         self.order: tuple[tuple[int, int], ...] = ()

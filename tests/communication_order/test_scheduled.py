@@ -34,7 +34,7 @@ from ddp_course.communication_order import (
     recorded,
 )
 from ddp_course.communication_order.guards import StepDue, StepFirst, check_one_by_one
-from ddp_course.communication_order.ordered import options_of
+from ddp_course.communication_order.ordered import OrderedDataParallel, options_of
 from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel.ddp import DistributedDataParallel
 from ddp_course.launch import Link, Links, RankError, RankTimeout, spawn
@@ -495,6 +495,13 @@ def test_a_policy_by_its_name_is_refused():
         ValueError, match=r"policy is 'priority'; .* such as priority\("
     ):
         ScheduledDataParallel(model, optimizer, "priority")
+
+
+def test_a_piece_that_is_too_short_is_refused_before_anything_is_sent():
+    model = nn.Linear(2, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="piece is 8; it must be 16 bytes or more"):
+        OrderedDataParallel(model, optimizer, piece=8)
 
 
 # ---- in time -------------------------------------------------------------------------
