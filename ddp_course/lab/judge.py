@@ -26,6 +26,7 @@ passes its own hint, then the others:
     list      whether lists of tensors still have the same tensors, in the same order
     storage   whether tensors that are arguments still have the same memory
     later     whether a later call has changed an earlier result
+    waited    on ranks, whether everything that was started has been waited for
 
 In each of the first cases both are called twice, the second time with other numbers in
 the same tensors. "sends" and "messages" cannot be combined with others that count
@@ -233,9 +234,9 @@ def same_as(
 ) -> None:
     """Compare `answer` with `solution` in this process, on `cases` drawn inputs.
 
-    Floating-point numbers may differ by rounding, unless `exact`. `where` returns the
-    text with which every hint begins; by default that is the call. `hints` replaces
-    hints of `TABLE`. Raises Hint at the first difference.
+    "storage" is compared, too. Floating-point numbers may differ by rounding, unless
+    `exact`. `where` returns the text with which every hint begins; by default that is
+    the call. `hints` replaces hints of `TABLE`. Raises Hint at the first difference.
     """
     table = chosen(hints, (*ALWAYS, "storage", "later"))
     results: list[tuple[Any, Any]] = []
