@@ -57,8 +57,8 @@ WAYS_TO_WAIT = "get_future", "result", "synchronize", "block_current_stream"
 class _Started:
     """A collective or message under way, which notices whether it is waited for.
 
-    `unwaited` lists those that are not, with what kind each is: a work keeps its
-    tensors in memory, so nothing else may keep it.
+    `unwaited` is {one that is not: "collective" or "message"}, shared by all. One that
+    was waited for is removed, since it keeps its tensors in memory.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class _UnderWay(_Started):
 def pending() -> Iterator[list[tuple[str, str]]]:
     """List, after the block, what it has started on this rank and not waited for.
 
-    That is (kind, name) of collectives of PyTorch, and of messages.
+    Each is (kind, name), of a collective of PyTorch or of a message.
     """
     ignored: list[tuple[str, str]] = []
     if not dist.is_initialized():
@@ -119,7 +119,7 @@ def pending() -> Iterator[list[tuple[str, str]]]:
     def keeping(kind: str, name: str, real: Callable) -> Callable:
         def start(*args: Any, **options: Any) -> Any:
             work = real(*args, **options)
-            if work is None:  # it has ended
+            if work is None:  # the call itself has waited
                 return None
             one = _Started(work, name, unwaited)
             unwaited[one] = kind
@@ -141,7 +141,7 @@ def pending() -> Iterator[list[tuple[str, str]]]:
 
 
 def waiting(ignored: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return the facts for the hint WAITED, of what was started and not waited for."""
+    """Return the facts for the hint WAITED; `ignored` is the list of `pending`."""
     kind, begun = ignored[0] if ignored else ("", "")
     return {"waited": not ignored, "kind": kind, "begun": begun}
 
