@@ -211,7 +211,7 @@ def _step(
     optimizer.zero_grad()
     if "pp" in layout.mesh.axes:
         with autocast(layout):  # the schedule runs forward and backward
-            loss = model.step(x, y, scaler.factor)
+            loss = model.step(x, y, scaler.get_scale())
     else:
         with autocast(layout):
             _, loss = model(x, y)

@@ -47,8 +47,9 @@ class GradScaler:
         enabled: False for a scaler that does nothing, for other precisions.
 
     Raises ValueError for factors that would not make S grow or shrink, RuntimeError for
-    calls in another order. Like torch.amp.GradScaler, also for sharded parameters,
-    gradients or states: then all ranks call its methods together.
+    calls in another order, and for a loss that was never scaled. Like
+    torch.amp.GradScaler, also for sharded parameters, gradients or states: then all
+    ranks call its methods together.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class GradScaler:
         self.enabled, self.factor = enabled, float(init_scale) if enabled else 1.0
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.clean_steps = growth_interval, 0
+        self.in_use = False  # whether a loss was scaled, or S was returned to scale one
         # {optimizer unscaled since the last update: whether its step is skipped}
         self.skipped: dict[Optimizer, bool] = {}
 
@@ -80,12 +82,14 @@ class GradScaler:
         """Return a loss, or a list or tuple of outputs, multiplied by S."""
         if not self.enabled:
             return outputs
+        self.in_use = True
         if isinstance(outputs, Tensor):
             return outputs * self.factor
         return type(outputs)(map(self.scale, outputs))
 
     def get_scale(self) -> float:
-        """Return S; 1.0 if the scaler is not enabled."""
+        """Return S, as for `pipeline.step`; 1.0 if the scaler is not enabled."""
+        self.in_use = True
         return self.factor
 
     @torch.no_grad()
@@ -93,6 +97,12 @@ class GradScaler:
         """Divide the gradients by S; all ranks call it together, once for each step."""
         if not self.enabled:
             return
+        if not self.in_use:
+            raise RuntimeError(
+                f"no loss was scaled, and the gradients would be divided by "
+                f"{self.factor:g}: call scaler.scale(loss).backward() before "
+                "unscale_(optimizer) or step(optimizer)"
+            )
         if optimizer in self.skipped:
             raise RuntimeError(
                 "unscale_ was called twice for this optimizer since the last update(): "

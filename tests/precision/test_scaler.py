@@ -103,13 +103,14 @@ def test_calls_in_another_order_and_numbers_that_cannot_be_are_refused():
     optimizer, scaler = torch.optim.SGD([weight], lr=0.5), GradScaler()
     with pytest.raises(RuntimeError, match="before step"):
         scaler.update()
+    scaler.scale(weight.sum())
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="divided twice"):
         scaler.unscale_(optimizer)
     weight.data, weight.grad = weight.data.half(), None
     weight.sum().backward()
     with pytest.raises(ValueError, match=r"torch\.float16; when it is divided"):
-        GradScaler().unscale_(optimizer)
+        scaler_of(weight).unscale_(optimizer)
     for name, value in (
         ("init_scale", 0.0),
         ("growth_factor", 1.0),
@@ -118,6 +119,28 @@ def test_calls_in_another_order_and_numbers_that_cannot_be_are_refused():
     ):
         with pytest.raises(ValueError, match=f"{name} is {value!r}"):
             GradScaler(**{name: value})
+
+
+def scaler_of(weight: nn.Parameter) -> GradScaler:
+    """Return a scaler that has scaled a loss."""
+    scaler = GradScaler()
+    scaler.scale(weight.sum())
+    return scaler
+
+
+@pytest.mark.parametrize("method", ["unscale_", "step"])
+def test_gradients_of_a_loss_that_was_not_scaled_are_refused(method):
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"divided by 65536: call scaler\.scale"):
+        getattr(GradScaler(), method)(optimizer)
+    assert (weight.item(), weight.grad.item()) == (1.0, 1.0)
+    off = GradScaler(enabled=False)
+    getattr(off, method)(optimizer)  # it divides nothing
+    by_hand = GradScaler(init_scale=4.0)
+    (weight.sum() * by_hand.get_scale()).backward()
+    getattr(by_hand, method)(optimizer)
 
 
 def test_float16_parameters_are_unscaled_in_their_copies():
@@ -220,7 +243,7 @@ def one_step(strategy: str, poison: int | None) -> dict:
     scaler = GradScaler(init_scale=1024.0)
     with autocast(layout):
         if strategy == "pp":
-            model.step(x, x, scaler.factor)
+            model.step(x, x, scaler.get_scale())
         else:
             _, loss = model(x, x)
     if strategy != "pp":
