@@ -38,6 +38,12 @@ class SameModel:
     def check(self, module: Any) -> None:
         """Raise ValueError if this rank's module or arguments cannot be used."""
         check_module(module)
+        # an attribute of PyTorch's class and of the course's
+        if any(hasattr(m, "require_backward_grad_sync") for m in module.modules()):
+            raise ValueError(
+                "the module is, or contains, a DistributedDataParallel, which averages "
+                "the same gradients; wrap the plain module once"
+            )
         all_reduce = self.options["all_reduce"]
         if not callable(all_reduce):
             raise ValueError(f"all_reduce is {all_reduce!r}; it must be a function")

@@ -30,6 +30,7 @@ def constructions(odd: bool) -> dict:
     other = nn.Linear(3, 5) if odd else two[0]
     buffered = nn.BatchNorm1d(3, track_running_stats=not odd)
     in_turn = ring_all_reduce if odd else None
+    once = Ours(nn.Linear(3, 3))
 
     def one(module=two[0], cls=Ours, **options):
         return lambda: cls(module, **options)
@@ -72,6 +73,12 @@ def constructions(odd: bool) -> dict:
         "*an optimizer steps weight in backward*": one(stepped_in_backward()),
         "*argument static_graph is False on ranks 0, 2, True on rank 1*": one(
             static_graph=odd
+        ),
+        "*contains, a DistributedDataParallel*wrap the plain module once*": one(
+            nn.Sequential(once, nn.ReLU())
+        ),
+        "*ranks 0, 1, 2: the module is, or contains, a DistributedDataParallel*": one(
+            nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
         ),
         "*0 has sparse gradients*": one(nn.Sequential(nn.Embedding(3, 3, sparse=True))),
     }
