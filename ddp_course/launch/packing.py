@@ -120,7 +120,8 @@ def pack_value(value: Any) -> bytes:
     except Exception as error:
         culprit = _culprit({"the value": value}) or f"the value: {error}"
         raise CannotSendError(
-            f"the function returned something that cannot be sent back: {culprit}"
+            f"the function returned an object of type {_type_name(value)} that cannot "
+            f"be sent back: {culprit}. Return tensors, numbers or a state_dict()"
         ) from None
     return buffer.getvalue()
 
