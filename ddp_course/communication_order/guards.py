@@ -193,6 +193,11 @@ def check_one_by_one(optimizer: Optimizer) -> None:
     An optimizer cannot do so if it uses several parameters at once, or stores state in
     its options.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"optimizer is {optimizer!r}; it must be an optimizer of the module's "
+            "parameters, such as torch.optim.SGD(module.parameters(), lr=0.1)"
+        )
     start, name = torch.linspace(-1, 1, 12).view(3, 4), type(optimizer).__name__
     options = options_of(optimizer)[0]
     if "lr" in options:

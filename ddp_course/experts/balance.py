@@ -25,6 +25,11 @@ from torch import Tensor
 
 def loads(chosen: Tensor, num_experts: int) -> Tensor:
     """Return how many choices each expert has, (E,) int64; `chosen` is (N, k)."""
+    if chosen.is_floating_point():
+        raise ValueError(
+            f"chosen is {chosen.dtype} {list(chosen.shape)}; it must be integers "
+            "(N, k), the experts that each token chose; scores are another argument"
+        )
     return torch.bincount(chosen.flatten(), minlength=num_experts)
 
 

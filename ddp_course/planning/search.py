@@ -57,6 +57,12 @@ def search(
     Layouts that take the same time are sorted by memory. `recompute` is the only kind
     of recomputation that is tried; None tries all.
     """
+    if not isinstance(cluster, Cluster):
+        kind = type(cluster).__name__
+        raise ValueError(
+            f"cluster is of type {kind}; it must be a Cluster, such as "
+            'Cluster(ACCELERATORS["h100"], gpus=8)'
+        )
     check_count("gpus", cluster.gpus)
     limit = ROOM * cluster.gpu.memory
     predictions = [

@@ -74,7 +74,7 @@ class Autocast(TorchFunctionMode):
     ) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
-                f"dtype is {dtype}; it can be torch.bfloat16 or torch.float16"
+                f"dtype is {dtype!r}; it can be torch.bfloat16 or torch.float16"
             )
         super().__init__()
         self.dtype, self.enabled = dtype, enabled

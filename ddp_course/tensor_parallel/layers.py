@@ -85,13 +85,18 @@ class ParallelLayer(nn.Module):
         full: the full layer, equal on all ranks; it is not changed.
         group: the ranks that share the layer, or an exchange between them.
 
-    Raises ValueError if a parameter cannot be cut into equal parts.
+    Raises ValueError if `full` is no layer, or cannot be cut into equal parts.
     """
 
     CUTS: ClassVar[MappingProxyType[str, int | None]] = MappingProxyType({})
 
     def __init__(self, full: nn.Module, group: Group = None) -> None:
         super().__init__()
+        if not isinstance(full, nn.Module):
+            raise ValueError(
+                f"full is {full!r}; it must be a layer that the ranks cut, such as "
+                f"{type(self).__name__}(nn.Linear(4, 8))"
+            )
         self.group = exchange_of(group)
         for name in self.CUTS:
             parameter = getattr(full, name)

@@ -488,6 +488,11 @@ def test_optimizers_are_tried_out():
         check_one_by_one(lbfgs)
 
 
+def test_the_class_of_an_optimizer_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer is <class .*SGD'>; it must be an"):
+        check_one_by_one(torch.optim.SGD)
+
+
 def test_a_policy_by_its_name_is_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

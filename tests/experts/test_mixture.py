@@ -153,3 +153,13 @@ def test_the_bias_moves_against_the_load():
     bias = moved_bias(torch.zeros(3), torch.tensor([5, 2, 2]), rate=0.1)
     torch.testing.assert_close(bias, torch.tensor([-0.1, 0.1, 0.1]))
     torch.testing.assert_close(moved_bias(bias, torch.tensor([3, 3, 3])), bias)
+
+
+def test_scores_in_place_of_choices_are_refused():
+    scores = torch.zeros(3, 4)
+    chosen = scores.topk(2).indices
+    assert auxiliary_loss(scores, chosen) == 1
+    with pytest.raises(
+        ValueError, match=r"chosen is torch.float32 \[3, 4\]; it must be"
+    ):
+        auxiliary_loss(chosen, scores)

@@ -186,6 +186,11 @@ test_no_layout_at_all_is_refused = refused(
 )
 
 
+def test_a_gpu_in_place_of_a_cluster_is_refused():
+    with pytest.raises(ValueError, match="of type Accelerator; it must be a Cluster"):
+        search(GPT, ACCELERATORS["h100"])
+
+
 def test_divisors():
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(49) == [1, 7, 49]
 

@@ -11,6 +11,7 @@ from ddp_course import theory
 from ddp_course.mechanisms.placements import Shard
 from ddp_course.model import PRESETS, GPTConfig, build_gpt
 from ddp_course.spec import AXES
+from ddp_course.tensor_parallel import ColumnParallelLinear
 from ddp_course.tensor_parallel.checks import SHARED
 from ddp_course.tensor_parallel.gpt import placement_of
 
@@ -85,6 +86,12 @@ def test_sequence_parallelism_sends_the_same_and_some_gradients():
 def test_what_cannot_be():
     with pytest.raises(ValueError, match="tp_size is 5; it must divide the 12 heads"):
         theory.tensor_parallel_parameters(PRESETS["1m"], 5)
+
+
+def test_sizes_in_place_of_a_layer_are_refused():
+    says = r"full is 144; .* such as ColumnParallelLinear\(nn\.Linear\("
+    with pytest.raises(ValueError, match=says):
+        ColumnParallelLinear(144, 576)
 
 
 def test_column_then_row_sends_much_less_than_gathering():
