@@ -79,7 +79,7 @@ def check_my_exposed(answer: Answer) -> str:
 
 EASY = (
     [(0.0, 4.0, "compute"), (3.0, 6.0, "communication")],
-    [(0.0, 2.0, "communication"), (1.0, 4.0, "communication"), (5.0, 6.0, "compute")],
+    [(-2.0, 0.0, "communication"), (-1.0, 2.0, "communication"), (3.0, 4.0, "compute")],
     [(1.0, 9.0, "communication"), (2.0, 3.0, "compute"), (5.0, 7.0, "compute")],
     [(0.0, 1.0, "compute"), (2.0, 3.0, "compute")],
 )
@@ -163,6 +163,8 @@ def _starts(d: Draw) -> tuple[list[list[float]]]:
 
 
 def _late_ranks(d: Draw) -> list[list[float]]:
+    if d.case == 1:  # a collective's last rank comes at 0
+        return [[-2.0, 0.0, -1.0], [1.5, 4.0, 2.0]]
     ranks, collectives = d.same.randint(2, 8), d.same.randint(1, 6)
     if d.case == 50:
         ranks, collectives = 300, 1500
@@ -229,10 +231,12 @@ def check_my_gaps(answer: Answer) -> str:
     )
 
 
-STEPS = (  # no events; unsorted events; two with events of other steps
+STEPS = (  # no events; unsorted; the clock passes 0; events of other steps
     ([], 0.5, 2.0),
     ([(3.0, 4.0, "compute"), (0.0, 1.0, "compute")], 0.0, 4.0),
     ([(1.0, 2.0, "compute"), (6.0, 7.0, "compute")], 0.0, 4.0),
+    ([(-3.0, -2.0, "compute")], -4.0, 0.0),
+    ([(-1.0, 0.0, "communication")], -1.0, 2.0),
     (
         [
             (-2.0, -1.0, "compute"),

@@ -122,6 +122,16 @@ ANSWERS = answers(
         return sum(b - a for a, b in sent) - hidden
     """,
     my_straggler="""
+    zero_is_no_time: expected
+        cost = [0.0] * len(starts[0])
+        for times in starts:
+            last = rank = None
+            for r, time in enumerate(times):
+                if not last or time > last:
+                    last, rank = time, r
+            cost[rank] += last - sorted(times)[-2]
+        worst = cost.index(max(cost))
+        return worst, cost[worst]
     one_of_64: expected `(299
         range(len(cost)) => range(min(64, len(cost)))
     straggler_by_numpy:
@@ -194,6 +204,20 @@ ANSWERS = answers(
                 depth -= 1
                 since = t
         return found + [(since, end)] * (end > since)
+    zero_is_no_time: expected
+        gaps, reached = [], None
+        for begins, ends, _ in sorted(events):
+            if start < ends and begins < end:
+                reached = reached or start
+                if begins > reached:
+                    gaps.append((reached, begins))
+                reached = max(reached, min(ends, end))
+        reached = reached or start
+        return gaps + [(reached, end)] * (end > reached)
+    zero_is_no_end: expected
+        if end > reached: => if end and end > reached:
+    nothing_reached_at_zero: expected
+        if end > reached: => if reached and end > reached:
     between_events_only: a step may begin and end with a gap
         gaps, reached = [], start
         => gaps, reached = [], min((e[0] for e in events), default=end)
