@@ -460,17 +460,26 @@ def check_my_carry(answer: Answer) -> str:
 
 
 def _both_carried(my_carry: Callable, folder: str) -> Iterator[dict[str, Any]]:
-    """Run the answer with two GPTs, one after the other."""
-    for layers, case in ((1, "a GPT of one layer"), (3, "a GPT of three layers")):
+    """Run the answer with three GPTs; the second one uses the first one's folder."""
+    for seed, layers, case in (
+        (1, 1, "a GPT of one layer"),
+        (2, 1, "another GPT in the same folder"),
+        (3, 3, "a GPT of three layers"),
+    ):
         Path(folder, str(layers)).mkdir(exist_ok=True)
         config = GPTConfig(20, 8, n_layer=layers, n_head=2, d_model=48)
-        yield {"case": case} | _carried(my_carry, config, f"{folder}/{layers}")
+        yield {"case": case} | _carried(my_carry, config, f"{folder}/{layers}", seed)
 
 
-def _carried(my_carry: Callable, config: GPTConfig, folder: str) -> dict[str, Any]:
+def _carried(
+    my_carry: Callable, config: GPTConfig, folder: str, seed: int
+) -> dict[str, Any]:
     """Run the answer with a small GPT on this rank, and compare the weights."""
-    seed = config.n_layer
-    ours = FullyShardedDataParallel(build_gpt(config, seed))
+    random = torch.Generator().manual_seed(seed)
+    net = build_gpt(config, seed)
+    for parameter in net.parameters():  # norms and biases begin equal in all GPTs
+        parameter.data += torch.rand(parameter.shape, generator=random)
+    ours = FullyShardedDataParallel(net)
     theirs = build_gpt(config, 7).eval()
     for module in (*theirs.blocks, theirs):
         fully_shard(module)

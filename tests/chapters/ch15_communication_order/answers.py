@@ -6,6 +6,7 @@ import heapq
 from collections import namedtuple
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -357,7 +358,17 @@ ANSWERS = answers(
         dcp.load(shards, checkpoint_id=folder)  # in place
         => dcp.load(shards, checkpoint_id=folder)
         => theirs.train()
-    the_first_models_weights: CheckpointException
+    never_saved_again: another GPT in the same folder, rank 0 saved weights that
+        whole = ours.full_state_dict()
+        if not Path(folder, ".metadata").exists():
+            dcp.save(whole, checkpoint_id=folder)
+        dcp.load(get_model_state_dict(theirs), checkpoint_id=folder)
+    matrices_only: loaded wrong weights
+        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
+        shards = get_model_state_dict(theirs)
+        matrices = {name: each for name, each in shards.items() if each.ndim > 1}
+        dcp.load(matrices, checkpoint_id=folder)  # in place
+    the_first_models_weights: saved weights that are not ours
         whole = SAVED.setdefault("whole", ours.full_state_dict())
         dcp.save(whole, checkpoint_id=folder)
         shards = get_model_state_dict(theirs)
