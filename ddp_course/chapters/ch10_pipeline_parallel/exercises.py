@@ -141,6 +141,7 @@ def _dearest(costs: Sequence[float], sizes: Sequence[int]) -> float:
 
 SAMPLES, WIDE, WORDS = 2, 4, 8  # rows of a microbatch; channels; number of tokens
 MICROBATCHES = {1: 2, 2: 11, 3: 4}  # {number of ranks: number of microbatches}
+DROPOUT_SEED = 3  # every stage begins its step with this seed
 # {step: (dtype of the tokens, dtype of the weights, whether all stages but the last
 # are frozen and in evaluation mode)}
 STEPS = {
@@ -213,7 +214,8 @@ def _stages(p: int, frozen: bool, dtype: torch.dtype) -> list[nn.Module]:
     for rank in range(p):
         layer = nn.Linear(WIDE, WIDE)
         first = nn.ReLU() if rank else nn.Embedding(WORDS, WIDE)
-        stage = orders.whole_numbers(nn.Sequential(first, layer), seed=rank).to(dtype)
+        stage = nn.Sequential(first, layer, nn.Dropout(0.5))  # which doubles or drops
+        orders.whole_numbers(stage, seed=rank).to(dtype)
         stages.append(stage)
         layer.bias.requires_grad_(False)
         if frozen and rank < p - 1:
@@ -244,13 +246,15 @@ def _trained(stage: nn.Module) -> list[nn.Parameter]:
 
 
 def _gradients_alone(
-    p: int, m: int, frozen: bool, dtype: torch.dtype
+    p: int, order: Sequence[int], frozen: bool, dtype: torch.dtype
 ) -> list[list[Tensor | None]]:
-    stages, tokens = _stages(p, frozen, dtype), _tokens(m)
-    for k in range(m):
-        x = tokens[k]
-        for stage in stages:
-            x = stage(x)
+    """Return one process's gradients; `order` is that of the microbatches."""
+    stages, tokens = _stages(p, frozen, dtype), _tokens(len(order))
+    xs = [tokens[k] for k in order]
+    for stage in stages:
+        torch.manual_seed(DROPOUT_SEED)
+        xs = [stage(x) for x in xs]
+    for k, x in zip(order, xs, strict=True):
         x.backward(_loss_gradient(x.detach(), k))
     return [[weight.grad for weight in _trained(stage)] for stage in stages]
 
@@ -355,6 +359,7 @@ def _step_on_rank(
     before, modes = copy.deepcopy(stage), [stage.training]
     stage.register_forward_pre_hook(lambda *_: modes.append(stage[1].training))
     barrier()
+    torch.manual_seed(DROPOUT_SEED)
     hooks = torch.autograd.graph.saved_tensors_hooks(ends.pack, lambda s: s.tensor)
     with watched() as record, hooks:
         functions = ends.forward_in, ends.forward_out, ends.backward_in
@@ -365,7 +370,10 @@ def _step_on_rank(
     dist.all_gather_object(numbers, [k for _, k in ends.events])
     peers = [peer for peer in (rank + 1, rank - 1) if 0 <= peer < n]
     got = [weight.grad for weight in trained]
-    right = _gradients_alone(n, m, frozen, dtype)[rank]
+    order = [k for what, k in ends.events if what == "forward_in"]
+    if sorted(order) != [*range(m)]:
+        order = [*range(m)]
+    right = _gradients_alone(n, order, frozen, dtype)[rank]
     reached = all(gradient is not None for gradient in got)
     pairs = list(zip(got, right, strict=True))
     same = [reached and torch.equal(a, b) for a, b in pairs]

@@ -174,8 +174,38 @@ ANSWERS = answers(
             if y.requires_grad:
                 y.backward(gradient)
             backward_out(k, x.grad)
+    stage_step_forward_last_first:
+        # Take the microbatches in the opposite order, forward and backward.
+        microbatches, kept = range(num_microbatches)[::-1], {}
+        for k in microbatches:
+            x = forward_in(k)
+            x = x.requires_grad_() if x.is_floating_point() else x
+            kept[k] = x, stage(x)
+            forward_out(k, kept[k][1].detach())
+        for k in microbatches:
+            x, y = kept.pop(k)
+            gradient = backward_in(k)
+            if y.requires_grad:
+                y.backward(gradient)
+            del y
+            backward_out(k, x.grad)
     stage_step_recomputed:
-        # Keep what has entered, and go forward again when the gradient is there.
+        # Keep what has entered, and go forward again, with the same dropout.
+        entered = []
+        for k in range(num_microbatches):
+            entered.append((forward_in(k), torch.get_rng_state()))
+            with torch.no_grad():
+                forward_out(k, stage(entered[k][0]))
+        for k, (x, state) in enumerate(entered):
+            gradient = backward_in(k)
+            if x.is_floating_point():
+                x.requires_grad_()
+            torch.set_rng_state(state)
+            y = stage(x)
+            if y.requires_grad:
+                y.backward(gradient)
+            backward_out(k, x.grad)
+    recomputed_with_other_dropout: go back through its own forward
         entered = []
         for k in range(num_microbatches):
             entered.append(forward_in(k))
