@@ -162,6 +162,10 @@ OPTIMIZERS = {  # optimizers with a step that depends on more than the gradient
 }
 
 
+def _do_nothing(layer: nn.Module, args: Any) -> None:
+    """Return nothing: this is a hook of the model itself, which must stay."""
+
+
 class _Watched(nn.Module):
     """A layer with a parameter, and a module inside; each forward is logged."""
 
@@ -171,6 +175,7 @@ class _Watched(nn.Module):
         shape = [SIZES[number + 1]] if number else []
         self.scale = nn.Parameter(torch.ones(shape))
         self.inner = nn.Linear(SIZES[number], SIZES[number + 1])
+        self.register_forward_pre_hook(_do_nothing)
 
     def forward(self, x: Tensor) -> Tensor:
         """Record the call in the log, and return the layer's output."""
@@ -181,7 +186,7 @@ class _Watched(nn.Module):
 def _numbers(name: str, like: Tensor, rank: int) -> Tensor:
     """Return values for a parameter or gradient, different for each name and rank."""
     case = sum(map(ord, name))
-    return Draw(0, case, case + rank + 1).tensor(like.shape, torch.float32) / 512
+    return Draw(0, case, case + rank + 1).tensor(like.shape, like.dtype) / 512
 
 
 def _trained(optimizer: Callable[[Any], Any], rank: int = 0) -> SimpleNamespace:
@@ -260,9 +265,9 @@ def check_my_late_steps(answer: Answer) -> str:
         trained, twin = (_trained(OPTIMIZERS[first]) for _ in range(2))
         _judge_alone(answer, trained, twin, first, 0)
         for one in (trained, twin):  # new optimizers and gradients for the second call
+            nn.Sequential(*one.layers).double().eval()
             one.optimizers = [OPTIMIZERS[second](x.parameters()) for x in one.layers]
             _go_backward(one, 1, 0)
-            nn.Sequential(*one.layers).eval()
         _judge_alone(answer, trained, twin, second, 1)
         _judge_hooks(trained.layers)
     judge_ranks(REAL, _use, answer, worlds=(2, 3))
@@ -306,7 +311,8 @@ def _judge_alone(
     answer(trained.layers, trained.optimizers, send)
     _judge_sent(trained.log, sorted(gradients))
     judge_values(-1, "your function returned")
-    x = first = torch.ones(1, SIZES[0], requires_grad=True)
+    dtype = trained.named[ZERO].dtype
+    x = first = torch.ones(1, SIZES[0], dtype=dtype, requires_grad=True)
     for number, layer in enumerate(trained.layers):
         begin = len(trained.log)
         x = Answer(answer.name, layer)(x)
@@ -315,7 +321,7 @@ def _judge_alone(
     _judge_kept(trained, means)
     slope = torch.autograd.grad(x.sum(), first, allow_unused=True)[0]
     expect(slope is not None, "After your hooks, backward does not reach the input.")
-    trained.layers[0](torch.ones(1, SIZES[0]))
+    trained.layers[0](first)
     judge_values(len(SIZES), "layer 0 ran a second time")
 
 
@@ -334,8 +340,19 @@ def _judge_kept(trained: SimpleNamespace, means: dict[str, Tensor]) -> None:
 
 
 def _judge_hooks(layers: Sequence[_Watched]) -> None:
-    """Expect that the layers have no hooks left."""
-    left = [x.number for x in layers if x._forward_pre_hooks or x._forward_hooks]
+    """Expect that the layers have the hook that they had before, and no other."""
+    hooks = [
+        [*x._forward_pre_hooks.values(), *x._forward_hooks.values()] for x in layers
+    ]
+    lost = [x.number for x, its in zip(layers, hooks, strict=True) if not its]
+    expect(
+        not lost,
+        f"After a forward, layers {lost} have lost a hook that was there before your "
+        "call. Remove only your own: registering it has returned a handle.",
+    )
+    left = [
+        x.number for x, its in zip(layers, hooks, strict=True) if its != [_do_nothing]
+    ]
     expect(
         not left,
         f"After a forward, layers {left} still have your hook: each call would add "

@@ -251,6 +251,15 @@ ANSWERS = answers(
             layer.register_forward_pre_hook(arrive)
     copies_of_strided_gradients: something else
         send(p.grad) => send(p.grad.contiguous())
+    copies_of_32_bits: something else
+        send(p.grad) => send(p.grad.float())
+    clears_all_hooks: have lost a hook
+        _step_before_forward(layer, optimizer, [send(p.grad) for p in present])
+        => arrive = arrival([send(p.grad) for p in present], optimizer)
+        => def arrive_once(its, *_, arrive=arrive):
+        =>     its._forward_pre_hooks.clear()
+        =>     arrive()
+        => layer.register_forward_pre_hook(arrive_once)
     no_gradients_of_zero: Expected each existing gradient
         if p.grad is not None => if p.grad is not None and p.grad.any()
     in_training_alone: Before layer 0 ran, your hooks had waited for nothing
@@ -331,7 +340,7 @@ ANSWERS = answers(
         =>         p.data -= 0.25 * p.grad
         => layer.register_forward_pre_hook(arrive)
     armed_in_the_first_step_only: Sent: nothing
-        if not layers[0]._forward_pre_hooks and not hasattr(layers[0], "armed"):
+        if not hasattr(layers[0], "armed"):
             layers[0].armed = True
             solutions.my_late_steps(layers, optimizers, send)
     """,
