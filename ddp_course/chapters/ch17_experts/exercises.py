@@ -174,6 +174,8 @@ def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(10 * d.number + d.rank)
     scores = torch.randn(size, num_experts, generator=random).to(dtype)
     scores += d.rank * torch.arange(num_experts)  # ranks prefer different experts
+    if dtype == torch.float64:  # in 32 bits this would round differences away
+        scores += 2**20
     if d.case % 4 == 3:  # exponentials of these overflow
         scores *= 100
     bias = 2 * torch.randn(num_experts, generator=random)  # some choose worse ones

@@ -197,6 +197,9 @@ ANSWERS = answers(
         => counts = counts.half()
         => dist.all_reduce(counts)
         => counts = counts.float()
+    probabilities_in_32_bits: of all ranks
+        means = scores.softmax(-1).sum(0) / tokens
+        => means = scores.float().softmax(-1).sum(0).to(scores.dtype) / tokens
     in_64_bits: a loss of torch.float64
         means = scores.softmax(-1) => means = scores.double().softmax(-1)
     """,
