@@ -67,9 +67,15 @@ def _batch(d: Draw) -> tuple[Tensor, int, int]:
         rank, world_size, each, inside = 4, 5, 14_001, ()
     if d.case == 8:
         rank, world_size, each = 299, 300, 2
+    if d.case == 9:
+        rank, world_size, each = 15, 22, 1  # int(15 / 22 * 22) is 14
+    if d.case == 11:
+        inside = 0, 3
     batch = d.tensor(
         (world_size * each, *inside), KINDS.get(d.case), strided=d.case % 2 == 0
     )
+    if d.case % 2:  # a part of a larger tensor: its memory begins with another row
+        batch = torch.cat([batch[-1:], batch])[1:]
     if batch.is_floating_point() and d.case > 9:
         batch[:1] = torch.inf
     return batch, rank, world_size

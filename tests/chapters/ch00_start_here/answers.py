@@ -179,6 +179,15 @@ ANSWERS = answers(
         mine = solutions.my_slice(batch, rank, world_size).clone()
         solutions.my_slice(batch, rank, world_size).zero_()
         return mine
+    without_its_place_in_memory: expected `
+        rows = len(batch) // world_size
+        shape, begin = (rows, *batch.shape[1:]), rank * rows * batch.stride(0)
+        return batch.as_strided(shape, batch.stride(), begin)
+    begins_at_a_fraction: 15, 22)
+        [rank * rows : (rank + 1) * rows]
+        => [int(rank / world_size * len(batch)) :][:rows]
+    rows_by_minus_one: cannot reshape tensor of 0 elements
+        return batch.reshape(world_size, -1, *batch.shape[1:])[rank]
     sorted_rows: expected
         len(batch) // world_size => len(batch) // world_size; batch = batch.sort(0)[0]
     """,
