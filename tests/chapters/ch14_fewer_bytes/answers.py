@@ -304,6 +304,10 @@ ANSWERS = answers(
         =>     mean += 49 * tensor / len(others)
         =>     tensor *= 49
         => gradient = own - mean
+    first_step_without_momentum: mu times the *new* momentum
+        mu * velocity)) => (mu * velocity if known else 0)))
+        velocity.mul_(mu) => known = velocity.any()
+        => velocity.mul_(mu)
     the_wrong_way: the way *back* from the mean
         own - sum(others) / len(others) => sum(others) / len(others) - own
     without_a_look_ahead: mu times the *new* momentum
