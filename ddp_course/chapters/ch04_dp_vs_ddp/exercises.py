@@ -374,6 +374,7 @@ CASES = {
     "bfloat16": (False, "a bfloat16 of the last rank differs in its last bit"),
     "repaired": (True, "in a second call, a weight that differed is the same again"),
     "later": (False, "in a second call, the last rank has changed a weight since"),
+    "not saved": (True, "a buffer that is not in `state_dict()` differs"),
 }
 # case -> what the last rank adds to a weight before the second call
 CHANGES = {"repaired": -1.0, "later": 1.0}
@@ -447,6 +448,8 @@ def _model_for(case: str) -> nn.Module:
     elif case == "repaired":
         model[0].bias.zero_()
         model[0].bias[1] += rank == n - 1
+    elif case == "not saved":
+        model.register_buffer("own", torch.tensor([1.0 + rank]), persistent=False)
     elif case == "double" and rank == n - 1:
         model.exact += 2**-50
     elif case == "nan":

@@ -369,6 +369,9 @@ ANSWERS = answers(
         everyones = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, seen.hexdigest())
         return len(set(everyones)) == 1
+    also_unsaved_buffers: that is not in `state_dict()` differs
+        (model.state_dict()) => (dict(model.named_parameters()) | buffers)
+        everyones = => buffers = dict(model.named_buffers()); everyones =
     always: differs in its last bit
         return True
     compares_sums: two weights have changed places
