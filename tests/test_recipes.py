@@ -148,7 +148,7 @@ SCHEDULES.update(v_shaped=v_shaped)
     "notebooks/11_pipeline_schedules.ipynb": add_cells(
         new_code_cell(
             "from ddp_course.pipeline import SCHEDULES\n\n"
-            "print(SCHEDULES['v_shaped'](4, 8))"
+            "print(SCHEDULES['v_shaped'](2, 4))"
         ),
     ),
 }
@@ -434,7 +434,8 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
     assert "✓ **twice: passed.**" in (copy / "notebooks/99_toy.ipynb").read_text()
     for file in {file for files in RECIPES.values() for file in files}:
         if file.endswith(".ipynb"):
-            run(copy, "-c", added_code(copy, file), **no_ranks)
+            printed = run(copy, "-c", added_code(copy, file), **no_ranks)
+            assert max(map(len, printed.splitlines()), default=0) <= 100, file
     chosen = (
         "[twice or 99 or up_to_date or node_of or v_shaped or pods or "
         "keep_no_more or fits_the_small or come_first or is_sent_once or "

@@ -299,7 +299,8 @@ def lengths(notebook: dict) -> list[str]:
                 text = "".join(data.get("text", data.get("text/plain", ())))
                 widest = max(text.splitlines(), key=len, default="")
                 if len(widest) > 100:
-                    wrong.append(f"{len(widest)} characters: {widest[:40]}")
+                    long = f"a line of {len(widest)} characters, 100 at most"
+                    wrong.append(f"{long}: {widest[:40]}")
             for wide in re.findall('<svg[^>]* width="([0-9]+)', str(data)):
                 if int(wide) > 1.08 * ROOM:  # letters of 11 pixels would be under 10
                     wrong.append(f"a drawing of {wide} pixels")
