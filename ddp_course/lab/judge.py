@@ -131,14 +131,15 @@ class Draw:
         """Return a tensor; shape and dtype (drawn if None) are the same on all ranks.
 
         Its numbers differ from rank to rank. One of them, in any place, cannot be
-        represented in a narrower type. On one rank all may be zero. If `strided`, a
-        matrix is not contiguous.
+        represented in a narrower type. On one rank all may be zero. In every third case
+        it is a part of a larger tensor. If `strided`, a matrix is not contiguous.
         """
         shape = self.same.choice(SHAPES) if shape is None else tuple(shape)
         dtype = self.same.choice(TYPES) if dtype is None else dtype
         numbers = [self.own.randint(-999, 999) for _ in range(math.prod(shape))]
-        tensor = torch.tensor(numbers, dtype=torch.float64).view(shape)
-        tensor = tensor.to(dtype)
+        before = [0] * (self.case % 3 == 2)  # what the larger tensor begins with
+        larger = torch.tensor(before + numbers, dtype=torch.float64).to(dtype)
+        tensor = larger[len(before) :].view(shape)
         if self.rank == self.zeros_on:
             tensor.zero_()
         elif numbers and dtype in WIDE:

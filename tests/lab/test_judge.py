@@ -25,6 +25,7 @@ def test_draws_have_many_shapes_types_and_a_rank_of_zeros():
     drawn = [[Draw(case, rank, 2).tensor() for rank in (0, 1)] for case in range(60)]
     assert len({tensor.shape for tensor, _ in drawn}) > 4
     assert len({tensor.dtype for tensor, _ in drawn}) == 4
+    assert sum(tensor.storage_offset() > 0 for tensor, _ in drawn) > 9
     zeros = Counter(k for pair in drawn for k, t in enumerate(pair) if not t.any())
     assert zeros[0] > 5 and zeros[1] > 5
     assert all(t.any() for pair in drawn[:2] for t in pair)
