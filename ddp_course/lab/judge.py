@@ -137,7 +137,7 @@ class Draw:
         shape = self.same.choice(SHAPES) if shape is None else tuple(shape)
         dtype = self.same.choice(TYPES) if dtype is None else dtype
         numbers = [self.own.randint(-999, 999) for _ in range(math.prod(shape))]
-        before = [0] * (self.case % 3 == 2)  # what the larger tensor begins with
+        before = [0] * (self.case % 3 == 2)  # the beginning of the larger tensor
         larger = torch.tensor(before + numbers, dtype=torch.float64).to(dtype)
         tensor = larger[len(before) :].view(shape)
         if self.rank == self.zeros_on:
