@@ -46,8 +46,11 @@ def _row(d: Draw) -> tuple[list[int], int, int]:
     if d.case == 199:  # many parameters
         sizes, count = (0, 1, 3), 1200
     numels = d.same.choices(sizes, k=count)
+    rank = d.same.randrange(n)
+    if d.case == 198:  # a fraction just above a whole number must be rounded up, too
+        numels, rank, n = [60_000, 0, 1], 10_000, 20_000
     numels = numels[::-1] if d.number >= AGAIN else numels
-    return numels, d.same.randrange(n), n
+    return numels, rank, n
 
 
 def wrong_pieces(case: Case) -> str:

@@ -83,6 +83,8 @@ COPY = {
     "where all numbers of the incoming gradient share one place in memory: sum a copy.",
     "without": "got an error or another tensor where x requires no gradient: return x "
     "there, too.",
+    "frozen": "got a tensor that requires a gradient where x requires none: its "
+    "backward would send for nothing.",
     "untouched": "has a changed x: leave x as it is.",
 }
 
@@ -167,12 +169,14 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
             y.sum().backward()
             facts["again"] = equal(x.grad, right)
             x.grad, once_more = None, partial(_sum_for, 0, [], sums)
-            facts |= {"summed": False, "without": False}
+            facts |= {"summed": False, "without": False, "frozen": False}
             with suppress(RuntimeError):
                 copy(x, once_more).sum().backward()  # an expanded gradient
                 facts["summed"] = equal(x.grad, torch.full_like(x, n))
             with suppress(RuntimeError):
-                facts["without"] = equal(copy(x.detach(), once_more), source)
+                still = copy(x.detach(), once_more)
+                facts["without"] = equal(still.detach(), source)
+                facts["frozen"] = not still.requires_grad
             facts["untouched"] = equal(x.detach(), source)
         yield facts
 

@@ -54,6 +54,8 @@ ANSWERS = answers(
         return pieces => numels.clear(); return pieces
     rounded_down: is padded to
         -(-sum(numels) // world_size) => sum(numels) // world_size
+    rounded_up_by_almost_one: is padded to
+        -(-sum(numels) // world_size) => int(sum(numels) / world_size + 0.999)
     the_last_takes_the_rest: is padded to
         -(-sum(numels) // world_size) => sum(numels) // world_size
         rank + 1 => (rank + 1 if rank < world_size - 1 else 1 << 40)

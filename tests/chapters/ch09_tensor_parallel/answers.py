@@ -65,6 +65,9 @@ ANSWERS = answers(
     in_bfloat16: through the copy, summed
         gradient.clone() => gradient.bfloat16() + 0.001
         return total => return total.to(gradient.dtype)
+    unfreezes: where x requires none
+        return Copy.apply(x)
+        => return Copy.apply(x if x.requires_grad else x.detach().requires_grad_())
     hook_on_x_itself: A hook on x itself sees both
         return Copy.apply(x)
         => x.register_hook(lambda gradient: Copy.backward(None, gradient))

@@ -155,6 +155,24 @@ ANSWERS = answers(
         => common, votes = row[0], row.count(row[0])
         if 2 * votes <= len(row):
         => if False:
+    a_later_majority: is the first in which some differ
+        split = None
+        for k, row in enumerate(digests):
+            [(common, votes)] = Counter(row).most_common(1)
+            if len(row) / 2 < votes < len(row):
+                return [rank for rank, own in enumerate(row) if own != common], k
+            if votes < len(row) and split is None:
+                split = k
+        return ([], None) if split is None else (None, split)
+    sums_compared: not all ranks agree
+        votes == len(row) => sum(row) == len(row) * row[0]
+    the_same_objects: all that differ from the majority
+        own != common => own is not common
+    before_the_first_comparison: list index out of range
+        for k, row in enumerate(digests):
+        => size = len(digests[0])
+        => for k, row in enumerate(digests):
+        2 * votes <= len(row) => 2 * votes <= size
     most_common_is_enough: nobody can tell
         if 2 * votes <= len(row): => if False:
     half_is_enough: nobody can tell
