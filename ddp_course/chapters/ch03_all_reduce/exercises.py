@@ -277,7 +277,7 @@ def _sum_over_nodes(function: Callable) -> dict[str, Any]:
     facts["same_tensor"] &= torch.equal(x[1:], sum(ones)[1:])
     facts |= {"narrow": meter.report().between / x.nbytes}
     facts["narrow_right"] = facts["narrow"] == facts["between_least"]
-    x = torch.ones(6 * g, dtype=torch.int64)
+    x = torch.ones(g, dtype=torch.int8)  # a byte for each of the ranks on a node
     with ByteMeter() as meter:
         function(x, nodes[me.node_rank], peers[me.local_rank])
     # With more than two nodes the bytes depend on the algorithm of `all_reduce`.

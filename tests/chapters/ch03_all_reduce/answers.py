@@ -310,7 +310,7 @@ ANSWERS = answers(
         collectives.reduce_scatter_single(part, shard, group=peers)
         collectives.all_gather_single(shard, part, group=peers)
         collectives.all_gather_single(tensor, shard, group=node)
-    small_ones_on_their_node: has wrong sums of a tensor of 12 numbers
+    small_ones_on_their_node: has wrong sums of a tensor of 2 numbers
         if tensor.numel() < 256:
             collectives.all_reduce(tensor, group=node)
         else:
@@ -318,6 +318,12 @@ ANSWERS = answers(
     small_ones_at_once: spare the slow links
         if tensor.numel() < 256:
             collectives.ring_all_reduce(tensor)
+        else:
+            solutions.hierarchical_sum(tensor, node, peers)
+    the_smallest_at_once: sent 2 bytes to other nodes for a tensor of 2 numbers
+        if tensor.nbytes < 64:
+            collectives.all_reduce(tensor, group=node)
+            collectives.all_reduce(tensor, group=peers)
         else:
             solutions.hierarchical_sum(tensor, node, peers)
     four_numbers_more: rank 0 sent 0.500017 S to other nodes; expected 0.5 S
