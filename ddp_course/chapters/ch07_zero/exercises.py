@@ -141,8 +141,10 @@ def _step(d: Draw) -> tuple[Tensor, Tensor, Tensor, float, float]:
     if d.case == 6:  # then the mean is infinite, or nan
         gradient[d.rank :: part - 1] = (math.inf, math.nan)[d.rank % 2]
     # float32 rounds these rates, so a float64 step with rounded rates is wrong.
-    rates = d.same.choice([0.3, 1.7]), d.same.choice([0.6, 0.9])
-    return weights, gradient, momentum, *rates
+    lr, beta = d.same.choice([0.3, 1.7]), d.same.choice([0.6, 0.9])
+    if d.case == 3:  # the first rate of a warm-up: only the momentum changes
+        lr = 0.0
+    return weights, gradient, momentum, lr, beta
 
 
 def wrong_step(case: Case) -> str:
@@ -226,7 +228,8 @@ def _shards(d: Draw) -> tuple[list[Tensor], float]:
     everyones = [_on_rank(Draw(d.number, r, d.n)) for r in range(d.n)]
     squares = sum(s.double().square().sum() for shards in everyones for s in shards)
     factor = (0.9, 0.01, 1.5, 1.3e-6)[d.case % 4]
-    return everyones[d.rank], math.sqrt(squares) * factor or 0.001
+    max_norm = math.sqrt(squares) * factor or 0.001
+    return everyones[d.rank], 0.0 if d.case == 16 else max_norm
 
 
 def _on_rank(d: Draw) -> list[Tensor]:

@@ -175,6 +175,12 @@ ANSWERS = answers(
     weights_of_the_first_call: your part of `weights` is wrong
         mine -= lr => mine.copy_(PARTS.setdefault((begin, mine.dtype), mine.clone()))
         => mine -= lr
+    nothing_without_a_rate: has an old momentum
+        if lr:
+            solutions.sharded_step(weights, gradient, momentum, lr, beta)
+        else:
+            reduce_scatter_single(torch.empty_like(momentum), gradient)
+            all_gather_single(torch.empty_like(weights), momentum)
     beta_of_the_first_call: wrong float64 numbers
         momentum.mul_(beta) => momentum.mul_(PARTS.setdefault("beta", beta))
     another_memory: as `.data = ...` does
@@ -219,6 +225,8 @@ ANSWERS = answers(
     divided_by_nothing: ZeroDivisionError
         if norm > max_norm => max_norm / norm
         => if norm > max_norm
+    divided_by_a_quotient: ZeroDivisionError
+        shard.mul_(max_norm / norm) => shard.div_(norm / max_norm)
     squares_of_16_bits: returned `inf`; the norm of all
         .double() =>
     squares_of_32_bits: returned `inf`; the norm of all
