@@ -255,6 +255,12 @@ ANSWERS = answers(
     flat_copies: not what they should be
         for gradient in gradients:
         => for gradient in [g.reshape(-1) for g in gradients]:
+    the_whole_memory: bytes; 80 are enough
+        for gradients, group in ((dense, None), (experts, replicas)):
+            for gradient in gradients:
+                memory = gradient.new_empty(0).set_(gradient.untyped_storage())
+                dist.all_reduce(memory, group=group)
+                memory /= dist.get_world_size()
     sliced: slice() cannot be applied to a 0-dim tensor
         gradient /= dist.get_world_size()
         => gradient[:] = gradient / dist.get_world_size()
