@@ -233,6 +233,9 @@ ANSWERS = answers(
         for k, ((x, y), share) in enumerate(zip(microbatches, shares, strict=True), 1):
             ddp.require_backward_grad_sync = k == len(microbatches)
             ddp(x, y).mul(share).backward()
+    gradients_set_to_none_first:
+        ddp.zero_grad()
+        solutions.accumulate(ddp, microbatches)
     divides_by_the_ranks: 0.33 times as large). How much
         for x, _ in microbatches => for x, _ in microbatches) * dist.get_world_size(
     as_if_all_were_like_the_first: How much does a microbatch of few rows count
