@@ -85,7 +85,10 @@ def check_my_dispatch(answer: Answer) -> str:
     return "24 batches of unequal sizes on 1 to 3 real ranks; no row is sent in vain"
 
 
-_SENT = "wrote {written:,} bytes; {needed:,} are enough: a row goes to one rank only."
+_SENT = (
+    "wrote {written:,} bytes; {needed:,} are enough: a row goes to one rank only, and "
+    "counts say for which expert."
+)
 
 
 def _rows(d: Draw) -> tuple[Tensor, Tensor, int]:

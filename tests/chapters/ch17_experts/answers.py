@@ -116,6 +116,11 @@ ANSWERS = answers(
         each = num_experts // n
         mine = [every[all_places == rank * each + i] for i in range(each)]
         return torch.cat(mine), [len(one) for one in mine]
+    each_row_with_its_expert: counts say for which expert
+        own.repeat_interleave(from_each.flatten()) => own
+        own = torch.arange(num_experts // n).repeat(n)
+        => own, numbers = expert.new_empty(sum(received)), expert.sort()[0]
+        => dist.all_to_all_single(own, numbers, received, sent)
     rows_alone: expected the rows and a list of counts
         return arrived[by_expert], from_each.sum(0).tolist()
         => return arrived[by_expert]
