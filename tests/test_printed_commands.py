@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from ddp_course.bench import benches
+from ddp_course.chapters.ch19_failures import elastic_script
 from ddp_course.cli import main, parser
 from ddp_course.commands import CommandError
 from ddp_course.commands.copy import learners_copy
@@ -178,7 +180,7 @@ def _placed(line: str) -> str:
     """Put values in the place of FOLDER, NN, ..., and of another machine's address."""
     for name, value in PLACES.items():
         line = re.sub(rf"(?<![\w.]){re.escape(name)}(?![\w_])", value, line)
-    return line.replace(" A:29400", " localhost:29400")
+    return re.sub(" (A:29400|ADDRESS:PORT) ", " localhost:29400 ", line)
 
 
 def _is_cheap(line: str) -> bool:
@@ -204,6 +206,8 @@ def copy(tmp_path_factory):
         (folder / name).mkdir()
     (folder / "ddp-course/program.py").write_text(PROGRAM_PY)
     (folder / "ddp-course/my_script.py").write_text("print('it ran')")
+    shutil.copy(elastic_script.__file__, folder / "ddp-course")
+    (folder / "ddp-course/a").mkdir()
     return folder / "ddp-course"
 
 
