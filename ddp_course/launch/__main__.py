@@ -82,7 +82,11 @@ def find_function(name: str) -> Callable:
     """
     module_name, colon, function_name = name.partition(":")
     if not colon or module_name[:1] in ("", ".") or not function_name:
-        raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
+        problem = f"{name!r} is not of the form MODULE:FUNCTION"
+        if name.endswith(".py"):
+            program = f"torchrun --nproc-per-node 4 {name}"
+            problem += f"; a program that creates its process group runs by {program}"
+        raise ValueError(problem)
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; torchrun does not
     try:
         module = importlib.import_module(module_name)

@@ -1,5 +1,6 @@
 """The arguments of a launch, all checked before any process is started."""
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,7 +41,11 @@ class Job:
         if not number or not 0 < self.timeout < sys.float_info.max:
             _refuse("timeout", self.timeout, "it must be a number of seconds above 0")
         if not callable(self.fn):
-            _refuse("fn", self.fn, "it must be a function that every rank calls")
+            must = (
+                "it must be a function that every rank calls: spawn(f), not spawn(f())"
+            )
+            _refuse("fn", self.fn, must)
+        _check_arguments(self.fn, self.args)
         if self.output not in ("rank", "live", "none"):
             can = "'rank' (in rank order), 'live' or 'none'"
             _refuse("output", self.output, f"it can be {can}")
@@ -96,6 +101,25 @@ def variables(env: Mapping[str, str] | None) -> dict[str, str]:
         if not name or "=" in name or "\0" in name + value:
             _refuse(entry, value, "an environment cannot hold this name or value")
     return dict(env or {})
+
+
+def _check_arguments(fn: Callable, args: tuple) -> None:
+    """Raise LaunchArgumentError unless `fn(*args)` fits the parameters of `fn`."""
+    try:  # a decorator's own parameters count, not those of the decorated function
+        parameters = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return  # some functions written in C do not name their parameters
+    try:
+        parameters.bind(*args)
+    except TypeError as error:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        text = " ".join(", ".join(map(repr, args)).split())  # in one line
+        call = f"{name}({text if len(text) <= 60 else text[:57] + '...'})"
+        raise LaunchArgumentError(
+            f"every rank would call {call}, which fails: {error}; spawn(f, a, b) makes "
+            "every rank call f(a, b), and options of spawn itself need their names, "
+            "such as world_size=4"
+        ) from None
 
 
 def _check_whole_number(name: str, value: Any, low: int, high: int) -> None:

@@ -1,5 +1,6 @@
 """The arguments of a launch: checked, with a clear word, before anything starts."""
 
+import functools
 import math
 import multiprocessing
 import os
@@ -93,6 +94,7 @@ REFUSED = [
         ({"fn": what}, [f"fn is {repr(what)[:50]}", "it must be a function"])
         for what in (4, None, "train", [print], list(range(10_000)))
     ),
+    ({"fn": None}, ["spawn(f), not spawn(f())"]),
 ]
 
 
@@ -110,6 +112,54 @@ def test_bad_arguments_are_named_before_anything_starts(
     assert [word for word in words if word not in message] == []
     assert "\n" not in message and len(message) < 300
     assert capsys.readouterr() == ("", ""), "it told where the ranks run; none does"
+
+
+def of_two(a, b, *, c=3):
+    return a, b, c
+
+
+@functools.wraps(of_two)
+def decorated(*args):
+    return of_two(*args, 2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "words"),
+    [
+        (os.getpid, (4,), ["getpid(4), which fails: ", "world_size=4"]),
+        (of_two, (1,), ["of_two(1), which fails: missing a required argument: 'b'"]),
+        (of_two, (1, 2, 3), ["of_two(1, 2, 3), which fails: too many positional"]),
+        (functools.partial(of_two, 1), (2, 3), ["every rank would call partial(2, 3)"]),
+        (of_two, (list(range(10_000)),), ["of_two([0, 1, 2,", "...), which fails"]),
+        (
+            of_two,
+            (np.zeros((9, 9)),),
+            ["of_two(array([[0., 0., 0., 0., 0., 0., 0., 0., 0.], "],
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_the_function_are_refused(
+    fn, args, words, nothing_starts
+):
+    with pytest.raises(LaunchArgumentError) as caught:
+        launch_it(fn, *args)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert "\n" not in message and len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (of_two, (1, 2)),
+        (functools.partial(of_two, c=1), (1, 2)),
+        (decorated, (1,)),  # it adds the second argument itself
+        (int.from_bytes, (b"1", "big")),
+        (dict, ([],)),  # written in C, and it does not name its parameters
+    ],
+)
+def test_arguments_that_fit_the_function_are_accepted(fn, args):
+    assert planned(fn, args).args == args
 
 
 @pytest.mark.parametrize("fork_server_runs", [False, True])

@@ -173,6 +173,7 @@ def not_under_torchrun(monkeypatch):
     ("words", "message"),
     [
         (["nope"], "'nope' is not of the form MODULE:FUNCTION"),
+        (["a.py"], "MODULE:FUNCTION; a program that creates its process group runs by"),
         (["there_is_no_such_module:f"], "no module 'there_is_no_such_module'"),
         (["math:pi"], "module 'math' has no function 'pi'"),
         (
