@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.collectives.meeting import meeting
+from ddp_course.launch.deadlock import CollectiveError, by_text
 from ddp_course.mechanisms.agreement import describe
 
 
@@ -20,4 +21,10 @@ class SameSequence:
 
     def __call__(self, tokens: Tensor) -> None:
         """Compare type, shape and numbers of (B, T) tokens before anything is sent."""
-        self.meeting.agree_now(f"a sequence that is shared: {describe(tokens)}")
+        texts = self.meeting.agree_now("forward", show=describe(tokens))
+        if len(set(texts)) > 1:
+            raise CollectiveError(
+                "the tokens differ between the ranks. "
+                f"{by_text(texts, self.meeting.ranks)}. The ranks of a "
+                "context-parallel group need the same batch. Nothing was sent."
+            )

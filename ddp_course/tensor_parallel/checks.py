@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ddp_course.collectives.meeting import Meeting, meeting
+from ddp_course.launch.deadlock import CollectiveError, by_text
 from ddp_course.mechanisms.agreement import (
     agreed,
     describe,
     digest,
     form_of,
+    kind_of,
     why_not_replicable,
 )
 from ddp_course.mechanisms.frozen import check_first_order
@@ -104,8 +106,16 @@ class SameTokens:
                 )
         except (ValueError, TypeError, AttributeError) as error:
             problem = str(error)
-        words = ", ".join(f"{name} {describe(t)}" for name, t in tokens.items())
-        self.meeting.agree_now(f"forward({words})", problem)
+        words = ", ".join(f"{name} {kind_of(t)}" for name, t in tokens.items())
+        shown = [describe(t) for t in tokens.values()]
+        of_ranks = self.meeting.agree_now(f"forward({words})", problem, shown)
+        for name, texts in zip(tokens, zip(*of_ranks, strict=True), strict=True):
+            if len(set(texts)) > 1:
+                raise CollectiveError(
+                    f"{name} differs between the ranks. "
+                    f"{by_text(texts, self.meeting.ranks)}. The ranks of a "
+                    "tensor-parallel group need the same batch. Nothing was sent."
+                )
 
 
 class FailedPasses:

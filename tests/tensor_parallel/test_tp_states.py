@@ -208,7 +208,7 @@ def refusals() -> list[str]:
         "rank 1: model is a Linear; it must be a plain GPT",
         "model is a TensorParallelGPT; it must be a plain GPT",
         "head.norm.bias has a hook, which this rank's part of it would not have",
-        "the ranks make different calls",
+        "idx differs between the ranks. rank 0: int64 [3, 12] with digest",
         "the ranks make different calls",
         "rank 1: targets has shape (3, 11); the logits are for (3, 12)",
         "rank 1: idx holds the token",
