@@ -233,10 +233,16 @@ def follow(
     The link waits for the next piece of the order even if others are ready, as on ranks
     that have agreed on an order. `order` may have numbers of layers in place of pieces,
     once for each piece of the layer. Only `piece` and `wait_for_all` of `policy` are
-    used. Raises OrderError if the order leaves a piece out, or has one that does not
-    exist.
+    used. Raises OrderError if the order leaves a piece out, repeats one, or has one
+    that does not exist.
     """
-    remaining = list(_as_pieces(order))
+    pieces, remaining = pieces_of(layers, policy.piece), list(_as_pieces(order))
+    for piece in (*pieces, *remaining):
+        if (count := remaining.count(piece)) != (piece in pieces):
+            raise OrderError(
+                f"piece {piece.index} of layer {piece.layer} occurs {count} times in "
+                "order; every piece of every layer must occur once, and no other piece"
+            )
 
     def choose(ready: Sequence[GradientPiece]) -> GradientPiece | None:
         return remaining.pop(0) if remaining and remaining[0] in ready else None

@@ -167,8 +167,15 @@ def test_a_policy_that_starves_or_deadlocks_is_refused():
         priority(1, 0)
     with pytest.raises(ValueError, match="piece is 0; it must be"):
         priority(0)
-    with pytest.raises(OrderError, match="; piece 0 of layer 0 waits for ever$"):
-        follow(THREE, [2, 1])
+    once = " in order; every piece of every layer must occur once, and no other piece"
+    for order, wrong in (
+        ([2, 1], "piece 0 of layer 0 occurs 0 times"),
+        ([2, 1, 0, 0], "piece 1 of layer 0 occurs 1 times"),
+        ([2, 1, 0, 3], "piece 0 of layer 3 occurs 1 times"),
+        ([GradientPiece(k) for k in (2, 1, 0, 1)], "piece 0 of layer 1 occurs 2 times"),
+    ):
+        with pytest.raises(OrderError, match=f"^{wrong}{once}$"):
+            follow(THREE, order)
     for of_layers in (partial(simulate_step, policy=FIFO), wait_for_all_time):
         with pytest.raises(ValueError, match="layers.1. is .1, 2, 3.; it must be a La"):
             of_layers([THREE[0], (1, 2, 3)])
