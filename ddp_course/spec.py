@@ -677,13 +677,10 @@ def _local(a: Layout) -> str | None:
         return None
     if typed and a.outer != "nesterov":
         return f"{typed[0]} has no effect without outer 'nesterov'; set that, too"
-    if not _whole_replicas(a) or a.compress:
-        wrong = [f"{axis} is {a.sizes[axis]}" for axis in a.model_axes]
-        for name, alone in {"threads": 1, "zero": 0, "compress": None}.items():
-            if (value := getattr(a, name)) != alone:
-                wrong.append(f"{name} is {value!r}")
-        if a.data_parallel != "ddp":
-            wrong.append(f"data_parallel is {a.data_parallel!r}")
+    wrong = _divided_replicas(a)
+    if a.compress:
+        wrong.append(f"compress is {a.compress!r}")
+    if wrong:
         return (
             f"local_steps is {a.local_steps} and {wrong[0]}; ranks that "
             "step alone have whole models and send no gradients: use data_parallel "
@@ -696,10 +693,9 @@ def _compress(a: Layout) -> str | None:
     if a.compress is None:
         return None
     compression(a.compress)
-    if not _whole_replicas(a):
+    if wrong := _divided_replicas(a):
         return (
-            f"compress is {a.compress!r}, zero is {a.zero}, data_parallel is "
-            f"{a.data_parallel!r} and the mesh {a.mesh}; compressing is for "
+            f"compress is {a.compress!r} and {wrong[0]}; compressing is for "
             "data_parallel 'ddp' along dp alone, with zero 0"
         )
     if a.dp == 1:
@@ -714,9 +710,13 @@ def _compress(a: Layout) -> str | None:
     return None
 
 
-def _whole_replicas(a: Layout) -> bool:
-    whole = a.threads == 1 and not a.model_axes and not a.zero
-    return whole and a.data_parallel == "ddp"
+def _divided_replicas(a: Layout) -> list[str]:
+    """Return which options are not those of whole replicas, averaged by our DDP."""
+    wrong = [f"{axis} is {a.sizes[axis]}" for axis in a.model_axes]
+    for name, alone in {"threads": 1, "zero": 0, "data_parallel": "ddp"}.items():
+        if (value := getattr(a, name)) != alone:
+            wrong.append(f"{name} is {value!r}")
+    return wrong
 
 
 # ---- names of earlier versions -------------------------------------------------------

@@ -62,14 +62,14 @@ test_what_cannot_be_says_so_before_a_rank_starts = answered(
     ("topk", "compress is 'topk'; it can be fp16"),
     ("topk:1.5", "'topk:1.5'; its density must be above 0 and at most 1"),
     ("int8:4", "compress is 'int8:4'; it can be"),
-    ("int8 --zero 1", "compressing is for data_parallel 'ddp' along dp alone"),
+    ("int8 --zero 1", "compress is 'int8' and zero is 1; compressing is for data_"),
     ("sign --precision fp16", "scaled gradient would be added to a gradient"),
     fixtures=["nothing_starts"],
 )
 test_nor_do_other_meshes = answered(
     "train --compress",
     1,
-    ("int8 --tp 2 --dp 2", "mesh dp 2 x tp 2; compressing is for data_parallel"),
+    ("int8 --tp 2 --dp 2", "compress is 'int8' and tp is 2; compressing is for"),
     ("int8 --ranks 1", "one rank sends nothing; use two ranks or more"),
     fixtures=["nothing_starts"],
 )
