@@ -200,7 +200,8 @@ class Checkpoints:
         except (CheckpointError, KeyError, TypeError) as error:
             problem = str(error) if str(path) in str(error) else f"{path}: {error}"
             raise CheckpointError(
-                f"{problem}; remove it to resume from the checkpoint before it"
+                f"{problem}; remove it to resume from the checkpoint before it, or "
+                "to begin again if there is none"
             ) from None
         if settings != self.settings:
             raise CheckpointError(_differences(path, settings, self.settings))

@@ -26,7 +26,8 @@ NAMES = {op: f"op {str(op).rpartition('.')[2]}" for op in COMBINE}  # "op SUM"
 def check_op(op: Op, dtype: torch.dtype) -> str | None:
     """Return why `dtype` cannot be reduced by `op`, or None."""
     if op not in COMBINE:
-        return f"op is {op!r}; it can be {', '.join(map(str, COMBINE))}"
+        allowed = ", ".join(name.replace("op ", "ReduceOp.") for name in NAMES.values())
+        return f"op is {op!r}; it can be {allowed}"
     if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
         return f"op is AVG, but {dtype} cannot represent a mean; use SUM and divide"
     if dtype.is_complex and op in (ReduceOp.MAX, ReduceOp.MIN):

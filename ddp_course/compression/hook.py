@@ -84,13 +84,19 @@ def compress(
     """Average a bucket by the compressor `state`; pass both to `register_comm_hook`.
 
     At the first backward it raises, on every rank, TypeError if gradients are complex,
-    and ValueError if `state` is a class.
+    and ValueError if `state` is a class or no `Compressor`.
     """
     if isinstance(state, type):
         name = state.__name__
         raise ValueError(
             f"state is the class {name}; pass an object of this class, {name}(...), to "
             "register_comm_hook"
+        )
+    if not isinstance(state, Compressor):
+        got = "None" if state is None else f"a {type(state).__name__}"
+        raise ValueError(
+            f"state is {got}; it must be a compressor: register_comm_hook(TopK(0.01), "
+            "compress)"
         )
     if (kind := bucket.buffer().dtype).is_complex:
         raise TypeError(f"gradients are {kind}; compressors are for real numbers only")

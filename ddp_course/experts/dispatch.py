@@ -101,7 +101,10 @@ class TokenDispatcher:
         self.segments = Segments(chosen, num_experts, kept)
         ones = [1] * dist.get_world_size(group)
         if num_experts % len(ones):
-            raise ValueError(f"{len(ones)} ranks cannot share {num_experts} experts")
+            raise ValueError(
+                f"num_experts is {num_experts}, which {len(ones)} ranks cannot share "
+                f"equally; it must be a multiple of {len(ones)}"
+            )
         to_each = self.segments.counts.view(len(ones), -1)  # (R, E/R)
         from_each = exchange(to_each, ones, ones, group)  # rows by source rank, expert
         self.sent = to_each.sum(1).tolist()

@@ -97,6 +97,14 @@ class Cluster:
     reached: float = 0.82
     rails: bool = True
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if `gpu` is no Accelerator."""
+        if not isinstance(self.gpu, Accelerator):
+            raise ValueError(
+                f"gpu is {self.gpu!r}; it must be an Accelerator, such as "
+                'ACCELERATORS["h100"]'
+            )
+
     def bandwidth(self, ranks: int, stride: int = 1) -> float:
         """Return the bytes/s that each of a group's ranks sends in a ring.
 

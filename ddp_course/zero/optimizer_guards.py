@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives.meeting import quick_exchange
@@ -137,6 +138,9 @@ def agreed_groups(
 
     def checked() -> Groups:
         bucket_plan((), bucket_cap_mb)  # raises if the cap is wrong
+        if isinstance(params, nn.Module):
+            name = type(params).__name__
+            raise ValueError(f"params is a {name}; pass model.parameters()")
         groups = Optimizer(params, {}).param_groups  # and if the parameters are
         check_parameters(groups)
         for group in groups:

@@ -58,7 +58,7 @@ def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
          "is 'star'; it can be auto, naive, tree, halving_doubling, ring, hier"),
         (ring_all_reduce, [FOUR, ours.ReduceOp.MAX if odd else ours.ReduceOp.SUM],
          "op MAX"),
-        (ring_all_reduce, [FOUR, "sum"], "op is 'sum'; it can be"),
+        (ring_all_reduce, [FOUR, "sum"], "'sum'; it can be ReduceOp.SUM, ReduceOp.AVG"),
         (ring_all_reduce, [FOUR, dist.ReduceOp.BAND], "op is *BAND*; it can be"),
         (ring_all_reduce, [INTEGERS, dist.ReduceOp.AVG], "AVG"),
         (ours.naive_all_reduce if odd else ring_all_reduce, [FOUR], "1: naive_all_red"),

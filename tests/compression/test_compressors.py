@@ -271,6 +271,11 @@ test_what_cannot_be_is_told = refused(
         lambda: compress(PowerSGD, None),
         r"state is the class PowerSGD; pass an object of this class, PowerSGD\(",
     ),
+    (
+        lambda: compress(None, None),
+        r"state is None; it must be .*TopK\(0.01\), compress",
+    ),
+    (lambda: compress("sign", None), "state is a str; it must be a compressor: "),
     (lambda: TopK(0), "density is 0; it must be above 0, and at most 1"),
     (lambda: RandomK(True), "density is True; it must be a number"),
     (lambda: PowerSGD(0), "rank is 0; it must be a whole number, 1 or more"),

@@ -14,7 +14,7 @@ from ddp_course.experts.gathered import gathered_mixture
 from ddp_course.experts.metered import metered_all_to_all_rows
 from ddp_course.experts.naive import RoutedMixture, top_k_weights
 from ddp_course.experts.segments import Segments, compute_segments
-from ddp_course.launch import spawn
+from ddp_course.launch import RankError, spawn
 from ddp_course.measure import ByteMeter, TorchCollectives
 
 C, E, K = 6, 12, 2
@@ -147,6 +147,16 @@ def test_spawn_dropped_choices_are_not_sent():
 
 
 # ---- plants --------------------------------------------------------------------------
+
+
+def dispatched_among_five():
+    TokenDispatcher(torch.tensor([[0, 4]]), 5)
+
+
+def test_spawn_experts_that_the_ranks_cannot_share_are_refused():
+    must = "num_experts is 5, which 2 ranks cannot share equally; .* a multiple of 2"
+    with pytest.raises(RankError, match=must):
+        spawn(dispatched_among_five, world_size=2, output="none")
 
 
 def by_expert():

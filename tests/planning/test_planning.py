@@ -191,6 +191,12 @@ def test_a_gpu_in_place_of_a_cluster_is_refused():
         search(GPT, ACCELERATORS["h100"])
 
 
+def test_the_name_of_a_gpu_in_place_of_its_data_sheet_is_refused():
+    must = r"gpu is 'h100'; it must be an Accelerator, such as ACCELERATORS\[\"h100\"\]"
+    with pytest.raises(ValueError, match=must):
+        Cluster("h100", 8)
+
+
 def test_divisors():
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(49) == [1, 7, 49]
 

@@ -55,6 +55,7 @@ def constructions(odd: bool) -> dict:
         "*ranks 0, 1, 2: optimizer got an empty parameter list*": one([]),
         "*no parameter requires a gradient; at least*": one([torch.zeros(3)]),
         "*params argument*iterable*": one(torch.ones(3)),
+        "*params is a Linear; pass model.parameters()*": one(nn.Linear(2, 2)),
         "*can only optimize Tensors*int*": one([1, 2]),
         "*some parameters appear in more than one parameter group*": one(twice),
         "*parameters 0 and 1 are two objects that share memory*": one(views),
