@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from ddp_course.collectives.meeting import quick_exchange
@@ -108,14 +107,11 @@ class Unmoved:
             place = places.get(parameter)
             if place is None and parameter.grad is not None and parameter.numel():
                 was = "was frozen at first, and has a gradient now"
-                raise RuntimeError(
-                    f"parameter {name} {was}; construct the optimizer anew"
-                )
-            if place is not None and place != parameter.data_ptr():
+            elif place is not None and place != parameter.data_ptr():
                 was = "has been moved to another device or type"
-                raise RuntimeError(
-                    f"parameter {name} {was}; construct the optimizer anew"
-                )
+            else:
+                continue
+            raise RuntimeError(f"parameter {name} {was}; construct the optimizer anew")
 
 
 # ---- arguments ----------------------------------------------------------------------
@@ -138,7 +134,7 @@ def agreed_groups(
 
     def checked() -> Groups:
         bucket_plan((), bucket_cap_mb)  # raises if the cap is wrong
-        if isinstance(params, nn.Module):
+        if isinstance(params, torch.nn.Module):
             name = type(params).__name__
             raise ValueError(f"params is a {name}; pass model.parameters()")
         groups = Optimizer(params, {}).param_groups  # and if the parameters are
