@@ -236,19 +236,34 @@ def follow(
     used. Raises OrderError if the order leaves a piece out, repeats one, or has one
     that does not exist.
     """
-    pieces, remaining = pieces_of(layers, policy.piece), list(_as_pieces(order))
-    for piece in (*pieces, *remaining):
-        if (count := remaining.count(piece)) != (piece in pieces):
-            raise OrderError(
-                f"piece {piece.index} of layer {piece.layer} occurs {count} times in "
-                "order; every piece of every layer must occur once, and no other piece"
-            )
+    wanted = list(_as_pieces(order))
+    remaining = wanted.copy()
 
     def choose(ready: Sequence[GradientPiece]) -> GradientPiece | None:
         return remaining.pop(0) if remaining and remaining[0] in ready else None
 
     free = replace(policy, name="in order", credit=None)
-    return _run_step(layers, free, choose, each, 0)
+    try:
+        step = _run_step(layers, free, choose, each, 0)
+    except OrderError:
+        _check_pieces(wanted, layers, policy)
+        raise
+    if remaining:
+        _check_pieces(wanted, layers, policy)
+    return step
+
+
+def _check_pieces(
+    order: Sequence[GradientPiece], layers: Sequence[Layer], policy: Policy
+) -> None:
+    """Raise OrderError unless `order` has every piece once, and no other piece."""
+    pieces = pieces_of(layers, policy.piece)
+    for piece in (*pieces, *order):
+        if (count := order.count(piece)) != (piece in pieces):
+            raise OrderError(
+                f"piece {piece.index} of layer {piece.layer} occurs {count} times in "
+                "order; every piece of every layer must occur once, and no other piece"
+            )
 
 
 def _as_pieces(order: Iterable[GradientPiece | int]) -> Iterator[GradientPiece]:

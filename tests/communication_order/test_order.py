@@ -176,6 +176,9 @@ def test_a_policy_that_starves_or_deadlocks_is_refused():
     ):
         with pytest.raises(OrderError, match=f"^{wrong}{once}$"):
             follow(THREE, order)
+    halves = [GradientPiece(0, 1), GradientPiece(0, 0)]  # not in the layer's order
+    with pytest.raises(OrderError, match="piece 0 of layer 0 waits for ever"):
+        follow([Layer(1, 2, 4)], halves, priority(2))
     for of_layers in (partial(simulate_step, policy=FIFO), wait_for_all_time):
         with pytest.raises(ValueError, match="layers.1. is .1, 2, 3.; it must be a La"):
             of_layers([THREE[0], (1, 2, 3)])
