@@ -25,7 +25,7 @@ Chapter 15.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from numbers import Integral, Real
@@ -245,25 +245,25 @@ def follow(
     free = replace(policy, name="in order", credit=None)
     try:
         step = _run_step(layers, free, choose, each, 0)
-    except OrderError:
-        _check_pieces(wanted, layers, policy)
-        raise
+    except OrderError as error:
+        pieces = pieces_of(layers, policy.piece)
+        raise OrderError(_miscounted(wanted, pieces) or str(error)) from None
     if remaining:
-        _check_pieces(wanted, layers, policy)
+        raise OrderError(_miscounted(wanted, pieces_of(layers, policy.piece)))
     return step
 
 
-def _check_pieces(
-    order: Sequence[GradientPiece], layers: Sequence[Layer], policy: Policy
-) -> None:
-    """Raise OrderError unless `order` has every piece once, and no other piece."""
-    pieces = pieces_of(layers, policy.piece)
+def _miscounted(
+    order: Sequence[GradientPiece], pieces: Collection[GradientPiece]
+) -> str | None:
+    """Return which piece `order` leaves out, repeats or has in addition, or None."""
     for piece in (*pieces, *order):
         if (count := order.count(piece)) != (piece in pieces):
-            raise OrderError(
+            return (
                 f"piece {piece.index} of layer {piece.layer} occurs {count} times in "
                 "order; every piece of every layer must occur once, and no other piece"
             )
+    return None
 
 
 def _as_pieces(order: Iterable[GradientPiece | int]) -> Iterator[GradientPiece]:
