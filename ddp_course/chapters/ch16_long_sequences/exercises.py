@@ -43,6 +43,8 @@ def check_my_merge(answer: Answer) -> str:
 
 
 def _blocks(d: Draw) -> tuple[Tensor, ...]:
+    if d.case == 79:
+        return _equal_blocks(d)
     large = d.case % 2
     dtype = torch.float64 if large else d.same.choice([torch.float32, torch.float64])
     shape = d.same.choice([(1,), (5,), (2, 3), (2, 3, 4), (2, 0)])
@@ -61,6 +63,15 @@ def _blocks(d: Draw) -> tuple[Tensor, ...]:
     if d.case % 5 == 2:  # not contiguous
         outs = [out.mT.contiguous().mT for out in outs]
     return outs[0], lses[0], outs[1], lses[1]
+
+
+def _equal_blocks(d: Draw) -> tuple[Tensor, ...]:
+    """Return blocks with equal lses, lses of 0, and an output of 0 that saw keys."""
+    random = torch.Generator().manual_seed(d.number)
+    out1, out2 = (torch.randn(4, 2, generator=random).double() for _ in range(2))
+    out1[3] = 0
+    lse1, lse2 = torch.tensor([[0, 3, 0, 1], [0, 3, 2, 0]]).double()
+    return out1, lse1, out2, lse2
 
 
 def _about_merge(case: Case) -> str:
@@ -110,7 +121,7 @@ def check_my_zigzag(answer: Answer) -> str:
 
 SEQUENCES = (  # (length, ranks)
     *((8, 2), (16, 4), (6, 1), (7, 2), (10, 4)),
-    *((3, 4), (0, 3), (70_001, 4), (999, 300)),
+    *((3, 4), (0, 3), (70_001, 4), (999, 300), (1201, 600)),
 )
 
 
@@ -377,6 +388,11 @@ def _of_length_one(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return sums / sums.norm()
 
 
+def _of_no_number(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """Return a tensor without elements: all gradients are 0."""
+    return x[:0] * y.sum() + z.sum()
+
+
 def _unequal(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return 100 * x.sin() + 3e-4 * (y + z.tanh())
 
@@ -402,7 +418,10 @@ SPECIAL = (
     ("a function of one tensor", _of_any_number, ((2, 3),), 0, "half of"),
     ("a function of five", _of_any_number, ((2, 3),) * 5, 4, "half of"),
     ("a function at 0", _unequal, ((2, 3),) * 3, 0, "half of"),
+    ("a function of any shapes", _of_any_shape, ((3, 2), (), (0, 3)), 1, "inf for"),
+    ("a function that returns no number", _of_no_number, ((3,),) * 3, 0, "all of"),
 )
+FACTORS = {"half of": 0.5, "all of": 1.0, "NaN for": float("nan"), "inf for": INF}
 
 
 @exercise("my_gradient_check", solution=solutions.my_gradient_check)
@@ -448,6 +467,7 @@ def _expect_no_traces(answer: Answer) -> None:
     tensors = [1e-8 * torch.randn(4, 5, generator=random).double() for _ in "xyz"]
     before = [x.clone() for x in tensors]
     tensors[1].requires_grad_()
+    tensors[1].grad = before[0].clone()  # left by an earlier backward
     answer(_unused, tensors)
     expect(
         all(map(torch.equal, tensors, before)),
@@ -457,9 +477,10 @@ def _expect_no_traces(answer: Answer) -> None:
     )
     kept = [x.requires_grad for x in tensors] == [False, True, False]
     expect(
-        kept and all(x.grad is None for x in tensors),
+        kept and equal_values([x.grad for x in tensors], [None, before[0], None]),
         "`my_gradient_check(function, tensors)` changed `tensors`: a gradient, or "
-        "another `requires_grad`, was left in them. Work on copies.",
+        "another `requires_grad`, was left in them, or an earlier gradient has "
+        "changed. Work on copies.",
     )
 
 
@@ -470,11 +491,10 @@ def _special(number: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
     tensors = [x.T if x.dim() == 2 else x for x in tensors]  # not contiguous
     if body is _unequal:  # small values, so that rounding hides no small gradient
         tensors[0].zero_()
-    factor = float("nan") if kind == "NaN for" else 0.5
 
     def function(*inputs: Tensor) -> Tensor:
         changed = list(inputs)
-        changed[wrong] = _Tampered.apply(inputs[wrong], lambda g, _: factor * g)
+        changed[wrong] = _Tampered.apply(inputs[wrong], lambda g, _: FACTORS[kind] * g)
         return body(*changed)
 
     function.words = (

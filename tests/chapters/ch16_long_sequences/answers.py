@@ -51,6 +51,22 @@ ANSWERS = answers(
         share1 * out1 => share1 * out1.view(-1).view(out1.shape)
     the_output_alone: expected a list of 2
         share2 * out2, lse => share2 * out2
+    equal_lses_are_none: gave the lse
+        def added(most, other):
+            return most + (other - most).exp().log1p()
+
+        more, less = lse1 > lse2, lse1 < lse2
+        lse = torch.where(less, added(lse2, lse1), lse1)
+        lse = torch.where(more, added(lse1, lse2), lse)  # and not nan for none seen
+        finite = torch.where(lse.isneginf(), 0, lse)
+        share1, share2 = ((one - finite).exp()[..., None] for one in (lse1, lse2))
+        return share1 * out1 + share2 * out2, lse
+    an_output_of_0_saw_no_key: gave the lse
+        torch.logaddexp(lse1, lse2)
+        => torch.logaddexp(lse1.masked_fill((out1 == 0).all(-1), -torch.inf), lse2)
+    an_lse_of_0_is_none: gave the lse
+        torch.logaddexp(lse1, lse2)
+        => torch.logaddexp(lse1.masked_fill(lse1 == 0, -torch.inf), lse2)
     in_place: changed `out1`
         return share1 * out1 + share2 * out2, lse
         => return out1.mul_(share1).add_(share2 * out2), lse
@@ -74,6 +90,8 @@ ANSWERS = answers(
         return [list(range(r, length, ranks)) for r in range(ranks)]
     rounded_down: no rank has position
         -(-length // (2 * ranks)) => length // (2 * ranks)
+    rounded_by_a_thousandth_less: no rank has position 1200
+        -(-length // (2 * ranks)) => int(length / (2 * ranks) + 0.999)
     with_the_padding: none beyond the last
         min((k + 1) * size, length) => (k + 1) * size
     two_neighbours: a chunk from the front
@@ -253,6 +271,16 @@ ANSWERS = answers(
     one_tolerance_for_all: For very unequal gradients
         1e-7 * (1 + abs(slope))
         => 1e-5 * max(0 if y.grad is None else y.grad.norm() for y in inputs)
+    the_mean_of_none: For a function that returns no number
+        (function(*inputs) * weights).sum() => (function(*inputs) * weights).mean()
+        (function(*moved) * weights).sum() => (function(*moved) * weights).mean()
+    infinity_is_near_infinity: gets inf for the gradient
+        < 1e-7 * (1 + abs(slope)) => <= 1e-7 * (1 + max(abs(slope), abs(expected)))
+    no_gradients_left_at_all: an earlier gradient has changed
+        return verdicts
+        => for tensor in tensors:
+        =>     tensor.grad = None
+        => return verdicts
     not_a_number_is_right: NaN
         abs(slope - expected) < => not abs(slope - expected) >=
     """,
