@@ -96,6 +96,7 @@ def _rows(d: Draw) -> tuple[Tensor, Tensor, int]:
     sizes = Draw(d.case, d.rank, d.n).own  # equal if a case is drawn again
     least = 30_000 if d.case == 3 else 300  # counts beyond float16 and int16
     size = 0 if d.rank == d.zeros_on else sizes.randint(least, 2 * least)
+    size = sizes.randint(0, 1) if d.case == 7 else size  # one row, or none
     dtype = d.same.choice([torch.float32, torch.float64, torch.bfloat16])
     random = torch.Generator().manual_seed(10 * d.number + d.rank)
     rows = torch.randn(size, channels, generator=random).to(dtype)
@@ -173,6 +174,7 @@ def _scores(d: Draw) -> tuple[Tensor, Tensor]:
     size = 0 if d.rank == d.zeros_on and d.n > 1 else sizes.randint(2, 40)
     if d.case == 1:  # more choices than float16 can count
         size = sizes.randint(9000, 9999)
+    size = 1 if d.case == 6 else size
     dtype = torch.float64 if d.case % 3 == 2 else torch.float32
     random = torch.Generator().manual_seed(10 * d.number + d.rank)
     scores = torch.randn(size, num_experts, generator=random).to(dtype)

@@ -96,6 +96,9 @@ ANSWERS = answers(
         from_each.sum(0).tolist() => to_each.sum(0).tolist()
     counts_in_16_bits: returned the counts
         from_each.sum(0).tolist() => from_each.half().sum(0).long().tolist()
+    experts_squeezed: bincount only supports 1-d
+        n = dist.get_world_size()
+        => n, expert = dist.get_world_size(), expert.squeeze()
     counts_by_rank: returned the counts
         from_each.sum(0).tolist() => from_each.sum(1).tolist()
     gathers_everything: a row goes to one rank only
@@ -171,6 +174,9 @@ ANSWERS = answers(
     exponentials_by_hand: large scores are infinite
         scores.softmax(-1).sum(0)
         => (scores.exp() / scores.exp().sum(-1, keepdim=True)).sum(0)
+    scores_squeezed: rank 0 returned the loss
+        num_experts = scores.shape[1]
+        => num_experts, scores = scores.shape[1], scores.squeeze()
     without_k: of all ranks
         counts.sum() / chosen.shape[1] => counts.sum()
     without_e: of all ranks
