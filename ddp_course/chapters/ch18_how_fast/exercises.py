@@ -165,6 +165,8 @@ def _starts(d: Draw) -> tuple[list[list[float]]]:
 def _late_ranks(d: Draw) -> list[list[float]]:
     if d.case == 1:  # a collective's last rank comes at 0
         return [[-2.0, 0.0, -1.0], [1.5, 4.0, 2.0]]
+    if d.case == 59:  # three ranks come last together
+        return [[0.5, 0.5, 0.5, -1.0], [3.0, 1.0, 2.0, 2.5]]
     ranks, collectives = d.same.randint(2, 8), d.same.randint(1, 6)
     if d.case == 50:
         ranks, collectives = 300, 1500

@@ -27,10 +27,12 @@ def check_my_interval(answer: Answer) -> str:
     """
     hints = {"fits": _about_interval, "right": _about_interval}
     same_as(answer, solutions.my_interval, _saves, cases=60, hints=hints)
-    return "60 clusters, with saves from a thousandth of M to all of it"
+    return "60 clusters, with saves from a ten-millionth of M to all of it"
 
 
 def _saves(d: Draw) -> tuple[float, float, float, int]:
+    if d.case == 59:  # ten GPUs, one of which fails every four months
+        return 1.0, 60.0, 1e8, 10
     r = d.same
     one, gpus = 10 ** r.uniform(4, 8.5), r.choice([1, 8, 100, 4096, 16_384, 100_000])
     mean = one / gpus
@@ -167,11 +169,13 @@ def check_my_suspect(answer: Answer) -> str:
     """
     hints = {"fits": _about_suspect, "right": _about_suspect}
     same_as(answer, solutions.my_suspect, _digests, cases=80, hints=hints)
-    return "80 training runs of 2 to 300 ranks, with up to 2,000 comparisons"
+    return "80 training runs of 1 to 300 ranks, with up to 2,000 comparisons"
 
 
 # Cases with these digests, counted in millions from the right one.
 SPECIAL: dict[int, list[list[int]]] = {
+    75: [[0, 0, 0], [0, 0, 1]],  # the right digest is 0
+    76: [[0], [1]],  # one rank
     77: [],  # no comparison yet
     78: [[0, 0, 1, 1], [0, 0, 0, 1]],  # first a tie, then a majority
     79: [[0, 0, 0, 0, 0], [0, 1, 0, -1, 0], [0, 1, 1, -1, -1]],  # sum and mean agree
@@ -200,7 +204,7 @@ def _digests(d: Draw) -> tuple[list[list[int]]]:
         found.append(row)
     if d.case in SPECIAL:
         signs = SPECIAL[d.case]
-        right = r.randrange(10**18)
+        right = 0 if d.case == 75 else r.randrange(10**18)
         found = [[right + sign * 10**6 for sign in row] for row in signs]
     # Each rank's digest is its own object, as after a gather.
     return ([[int(str(own)) for own in row] for row in found],)

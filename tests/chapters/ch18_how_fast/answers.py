@@ -167,6 +167,11 @@ ANSWERS = answers(
         last - second => last - sum(times) / len(times)
     last_together_costs: come last together cost nothing
         last - second => last - max([t for t in times if t < last], default=last)
+    three_last_together_cost: come last together cost nothing
+        cost[times.index(last)] += last - second
+        => if times.count(last) != 2:
+        =>     second = max(time for time in times if time < last)
+        =>     cost[times.index(last)] += last - second
     rounded_to_milliseconds: do not round
         return worst, cost[worst] => return worst, round(cost[worst], 3)
     seconds_first: the rank, then the seconds

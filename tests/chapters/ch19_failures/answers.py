@@ -50,6 +50,10 @@ ANSWERS = answers(
         return math.sqrt(save * one / gpus)
     always_m: that is M
         return one / gpus
+    the_best_thousandth_of_m: it is too long
+        mean = one / gpus
+        tried = [mean * k / 1000 for k in range(1, 2000)]
+        return min(tried, key=lambda work: expected_time(work, save, mean))
     in_minutes: in seconds
         * series - save => * series / 60 - save / 60
     half_as_long: it is too short
@@ -128,6 +132,10 @@ ANSWERS = answers(
         order[first : first + rows] => [k for k in order[first : first + rows] if k]
     """,
     my_suspect="""
+    no_majority_of_zeros: so the others are wrong
+        if 2 * votes <= len(row): => if 2 * votes <= len(row) or not common:
+    unlike_its_neighbour: list index out of range
+        if votes == len(row): => if row[0] == row[1] and votes == len(row):
     votes_of_8_bits: so the others are wrong
         2 * votes <= len(row) => 2 * (votes % 256) <= len(row)
     comparison_by_comparison: maximum recursion depth exceeded
