@@ -53,6 +53,8 @@ def check_my_bucket_plan(answer: Answer) -> str:
             _judge_plan(where, got, before, cap, first)
             same = [id(p) for _, p in parameters] == [id(p) for _, p in before]
             expect(same, f"{where} your function changed the list `parameters`.")
+        if not parameters:
+            continue
         parameters[-1][1].requires_grad_(False)
         where = f"Called again for {title}, the last parameter of which is frozen now,"
         _judge_plan(where, answer(parameters, *CAPS[0]), parameters, *CAPS[0])
@@ -88,6 +90,8 @@ def _models() -> dict[str, Pairs]:
         "parameters of four types, some without dimensions": _named(mixed),
         "parameters of 4 GiB": _named(large),
         "1,200 parameters of one number": _named(many),
+        "one parameter": [("p", nn.Parameter(torch.zeros(3)))],
+        "no parameters": [],
     }
 
 
@@ -176,7 +180,7 @@ def _each_bucket(
 
 # ---- mini_ddp ----------------------------------------------------------------------
 
-SHAPES = ((3,), (2, 2), (5,), (3, 2), (7,), (2, 2, 2))  # parameters 0 to 5
+SHAPES = ((), (2, 2), (5,), (3, 2), (7,), (2, 2, 2))  # parameters 0 to 5
 MEMBERS = {  # {number of ranks: parameters of each bucket}; buckets differ in size
     1: ((5, 3, 1), (4, 2, 0)),
     2: ((5, 4), (3,), (2, 1, 0)),

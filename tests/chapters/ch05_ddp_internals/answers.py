@@ -100,6 +100,9 @@ ANSWERS = answers(
         bucket[-1][0] => str(dict(parameters)[bucket[0][1]].dtype)
     parameters_not_names: expected a list of lists of names
         name for _, name, _ in bucket => dict(parameters)[name] for _, name, _ in bucket
+    fails_with_nothing_to_send: IndexError
+        filling: => last = list(reversed(once.values()))[0]
+        => filling:
     """,
     mini_ddp="""
     views_of_buffers:
@@ -213,6 +216,8 @@ ANSWERS = answers(
         => flat = torch.cat([p.grad.flatten() for p in buckets[-1]])
         => under_way.append((flat, launch(flat)))
         => for members, (flat, handle) in zip
+    counts_by_the_first_dimension: of a 0-d tensor
+        [p.numel() for p in members] => [len(p) * p[0].numel() for p in members]
     """,
     accumulate="""
     divided_at_the_end:
