@@ -328,7 +328,7 @@ def check_step_in_backward(answer: Answer) -> str:
 
 
 class _Tower(nn.Module):
-    """Six layers; the last two share a weight, the second is frozen."""
+    """Six layers and a scale; the last two share a weight, the second is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,11 +337,12 @@ class _Tower(nn.Module):
             self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
         self.layers[5].weight = self.layers[4].weight
         self.layers[1].requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x
+        return x * self.scale
 
 
 def _train(

@@ -283,5 +283,10 @@ ANSWERS = answers(
 
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(hook)
+    parameters_of_children_alone: still have a gradient
+        model.parameters() if p.requires_grad
+        => model.parameters() if p.requires_grad and any(
+        =>     p is q for child in model.children() for q in child.parameters()
+        => )
     """,
 )
