@@ -33,7 +33,6 @@ SURVIVORS = {
     "list; other backends may refuse them",
     ("my_transpose", "for block in for_each -> "): "all blocks have one shape",
     ("clip_shards", "for shard in shards: "): ORDER,
-    ("clip_shards", "norm > max_norm -> norm >= max_norm"): "then the factor is 1",
     ("sharded_step", "mine.clone() -> mine"): "the part lies where it is gathered to",
     ("agreed_step", "for gradient in gradients: "): ORDER,
     ("agreed_step", "for gradient in gradients -> "): ORDER,

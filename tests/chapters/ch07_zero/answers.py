@@ -189,6 +189,8 @@ ANSWERS = answers(
         whole = EVERYTHING.setdefault(len(weights), torch.zeros_like(weights))
         solutions.sharded_step(weights, gradient, momentum, lr, beta)
         whole.chunk(dist.get_world_size())[dist.get_rank()].copy_(momentum)
+    squeezed: output with shape []
+        empty_like(momentum) => empty_like(momentum); momentum = momentum.squeeze()
     """,
     clip_shards="""
     norm_of_norms:
@@ -198,7 +200,7 @@ ANSWERS = answers(
         )
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        for shard in shards:
+        for shard in shards if norm else []:
             shard *= torch.clamp(max_norm / norm, max=1.0)
         return float(norm)
     squares_of_python:
@@ -296,5 +298,7 @@ ANSWERS = answers(
         squares = torch.zeros(1, dtype => if not shards:
         =>     return 0.0
         => squares = torch.zeros(1, dtype
+    nothing_divided_by_nothing: ZeroDivisionError
+        if norm > max_norm => if norm >= max_norm
     """,
 )
