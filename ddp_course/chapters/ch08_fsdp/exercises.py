@@ -170,6 +170,7 @@ LAYERS = (  # (description, dtype, frozen tensor, number of backward passes)
     ("with three layers of float64 and a strided x, twice", torch.float64, "", 2),
     ("with an x that is frozen", torch.float32, "x", 1),
     ("with a first shard that is frozen", torch.float32, "shard", 1),
+    ("with an x of one row", torch.float32, "", 1),
 )
 LINEAR = {
     "tensor": "got {got} from your function, no tensor.",
@@ -260,7 +261,8 @@ def _three_layers(
     rank, n, tools = dist.get_rank(), dist.get_world_size(), _Tools()
     shapes = enumerate(itertools.pairwise(WIDTHS))
     weights = [_numbers(k, dtype, b, a).requires_grad_() for k, (a, b) in shapes]
-    inputs = [_numbers(9 + r, dtype, ROWS, WIDTHS[0]) for r in range(n)]
+    rows = 1 if "one row" in case else ROWS
+    inputs = [_numbers(9 + r, dtype, rows, WIDTHS[0]) for r in range(n)]
     if "strided" in case:
         inputs = [one.T.contiguous().T for one in inputs]
     if frozen == "x" and n > 1:  # the last rank has nothing but zeros

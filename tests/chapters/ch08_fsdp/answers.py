@@ -245,6 +245,8 @@ ANSWERS = answers(
         parts = list(weight.chunk(world_size))
         parts[rank] = shard
         return x @ torch.cat(parts).T
+    one_row_squeezed: of a 0-d tensor
+        return Linear.apply(x, shard) => return Linear.apply(x, shard).squeeze()
     """,
     ranks_needed="""
     ranks_by_halving:
