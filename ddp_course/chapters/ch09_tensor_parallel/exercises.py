@@ -85,6 +85,8 @@ COPY = {
     "there, too.",
     "frozen": "got a tensor that requires a gradient where x requires none: its "
     "backward would send for nothing.",
+    "no_grad": "got an error or another tensor under `torch.no_grad()`, as in an "
+    "evaluation: return x there, too, even if x requires a gradient.",
     "untouched": "has a changed x: leave x as it is.",
 }
 
@@ -169,7 +171,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
             y.sum().backward()
             facts["again"] = equal(x.grad, right)
             x.grad, once_more = None, partial(_sum_for, 0, [], sums)
-            facts |= {"summed": False, "without": False, "frozen": False}
+            facts |= dict.fromkeys(("summed", "without", "frozen", "no_grad"), False)
             with suppress(RuntimeError):
                 copy(x, once_more).sum().backward()  # an expanded gradient
                 facts["summed"] = equal(x.grad, torch.full_like(x, n))
@@ -177,6 +179,8 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
                 still = copy(x.detach(), once_more)
                 facts["without"] = equal(still.detach(), source)
                 facts["frozen"] = not still.requires_grad
+            with suppress(RuntimeError), torch.no_grad():
+                facts["no_grad"] = equal(copy(x, once_more), source)
             facts["untouched"] = equal(x.detach(), source)
         yield facts
 

@@ -113,6 +113,12 @@ ANSWERS = answers(
         class Copy => calls = []
         => class Copy
         all_reduce(total) => calls.append(1) or calls[1:] or all_reduce(total)
+    hook_in_evaluation: under `torch.no_grad()`
+        return Copy.apply(x)
+        => y = x.clone()
+        => if x.requires_grad:
+        =>     y.register_hook(lambda gradient: Copy.backward(None, gradient))
+        => return y
     """,
     row_linear="""
     row_as_a_product:
