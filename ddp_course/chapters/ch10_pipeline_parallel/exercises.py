@@ -79,6 +79,8 @@ COSTS = (
     ([0, 0, 0], 2),
     ([5e12, 2e12, 1e12, 1e12, 4e12], 3),  # in operations
     ([3e-7, 2e-7, 2e-7, 1e-7, 5e-7], 2),  # in seconds
+    ([2**25 - 1, 1, 2**25], 2),  # float32 cannot tell the two cuts apart
+    ([2**25, 1, 2**25 - 1], 2),
     ([5, 1, 4, 1, 3, 9, 2, 6, 5], 7),
 )
 
@@ -126,8 +128,8 @@ def wrong_cut(case: Case) -> str:
     if math.isclose(dearest, least, rel_tol=1e-9):
         return ""
     return (
-        f"{begin}: the dearest stage costs {dearest:g}, and all others wait for it; it "
-        f"can be {least:g}."
+        f"{begin}: the dearest stage costs {dearest:.10g}, and all others wait for it; "
+        f"it can be {least:.10g}."
     )
 
 

@@ -128,6 +128,17 @@ ANSWERS = answers(
         return best
     rounded_costs: all others wait for it
         accumulate(costs => accumulate([round(cost, 6) for cost in costs]
+    sums_of_32_bits: all others wait for it
+        before = list(accumulate(costs, initial=0)) => import torch
+        => before = [0.0, *torch.tensor(costs).float().cumsum(0).tolist()]
+    found_by_halving: all others wait for it
+        # Twenty halvings of the limit are not enough to tell two cuts apart.
+        low, high = max(costs), sum(costs)
+        for _ in range(20):
+            middle = (low + high) / 2
+            filled = _filled(costs, num_stages, middle)
+            low, high = (low, middle) if filled else (middle, high)
+        return _filled(costs, num_stages, high)
     shares_of_the_sum: ZeroDivisionError
         accumulate(costs => accumulate([cost / sum(costs) for cost in costs]
     four_stages_at_most: stages; expected 7
