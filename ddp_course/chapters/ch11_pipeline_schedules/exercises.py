@@ -17,7 +17,7 @@ from ddp_course.pipeline.schedule import Action, Schedule
 # ---- my_one_f_one_b ----------------------------------------------------------------
 
 # (ranks, microbatches)
-SHAPES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 1), (2, 12), (12, 17))
+SHAPES = ((2, 3), (4, 8), (3, 7), (4, 2), (1, 4), (5, 1), (3, 3), (2, 12), (12, 17))
 
 
 @exercise("my_one_f_one_b", solution=solutions.my_one_f_one_b)
@@ -182,6 +182,10 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
     v_shaped = ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]
     yield "stages in the shape of a V", [row.split() for row in v_shaped]
     yield "a last stage without a forward", [["0F0", "0B0"], ["1B0"]]
+    rows = [["0F10", "0B10"], ["1F1", "1F10", "1B10"]]
+    yield "a microbatch that stage 0 never runs", rows
+    rows = [[a for a in row if a != "10B0"] for row in _rows(gpipe(12, 1))]
+    yield "the gpipe of 12 ranks without 10B0", rows
     long = _rows(one_f_one_b(2, 600))
     yield "a long schedule", long
     shorter = [long[0][:-3] + long[0][-2:], long[1]]

@@ -68,6 +68,12 @@ ANSWERS = answers(
         in_flight < num_ranks - rank => in_flight < rank + 1
     last_forgotten: is missing
         return row => return row[:-1]
+    gpipe_for_as_many: are enough to keep it busy
+        # More microbatches than ranks, or fewer; as many are forgotten.
+        order = solutions.my_one_f_one_b(rank, num_ranks, num_microbatches)
+        if num_microbatches == num_ranks:
+            order.sort(key=lambda action: "B" in action)
+        return order
     at_most_eight: GPipe's bubble is
         in_flight < num_ranks - rank => in_flight < min(num_ranks - rank, 8)
     backward_first: before
@@ -205,6 +211,17 @@ ANSWERS = answers(
         => replace("B", "F").split("F")[0]) * ("F" in action)
     no_idle_rank: IndexError
         done: set[str] = set() => done = {row[0] for row in rows if row[0] == "0F0"}
+    done_as_a_text: a microbatch that stage 0 never runs
+        done: set[str] = set() => done = [""]  # "0F1" is found in "0F10", too
+        done.add(row[at[rank]]) => done[0] += row[at[rank]] + " "
+        f"{stage - 1}F{k}" in done => f"{stage - 1}F{k}" in done[0]
+        f"{stage}F{k}" in done and => f"{stage}F{k}" in done[0] and
+        f"{stage + 1}B{k}" in done => f"{stage + 1}B{k}" in done[0]
+    the_largest_text: of 12 ranks without 10B0
+        int(action.replace("B", "F").split("F")[0]) for => action.split("F")[0] for
+        done: set[str] = set() => last = int(last.split("B")[0])  # "9" is after "11"
+        => done = set()
+        stage == last => stage >= last
     a_hundred_rounds: Look at a rank again
         while going => for _ in range(100)
     one_call_for_each_action: RecursionError
