@@ -234,6 +234,7 @@ STEP = {
 }
 SPECIAL_NUMBERS = (math.inf, -math.inf, math.nan, 1e20)  # ranks step with 1e20
 EVERYWHERE, LARGE = 4, 7  # cases: inf on all ranks; large numbers, whose sum is inf
+NAN_ON_LAST = 18  # case: one nan, on the last rank; gloo's MAX keeps rank 0's nan alone
 
 
 @exercise("agreed_step", solution=solutions.agreed_step)
@@ -251,7 +252,7 @@ def check_agreed_step(answer: Answer) -> str:
     same_on_ranks(
         *(answer, solutions.agreed_step, _shards),
         worlds=(3, 2, 1),
-        cases=17,
+        cases=19,
         watch=["collectives", "bytes", "storage"],
         free=["gradients"],
         most_calls=2,
@@ -259,7 +260,7 @@ def check_agreed_step(answer: Answer) -> str:
         hint="Every rank calls the same all_reduce, even a rank without gradients.",
     )
     return (
-        "51 cases on 1, 2 and 3 real ranks: inf or nan anywhere on one rank holds all "
+        "57 cases on 1, 2 and 3 real ranks: inf or nan anywhere on one rank holds all "
         "ranks back; all clip by the same norm, that of the unscaled gradients"
     )
 
@@ -268,9 +269,9 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
     """Return shards of weights and gradients, scale, max_norm and lr.
 
     In every third case a gradient of one rank has one of SPECIAL_NUMBERS; in case
-    EVERYWHERE all ranks have an inf, and in case LARGE all numbers are finite but a
-    tensor's sum is not. `max_norm` lies above or below the norm of all ranks'
-    gradients.
+    EVERYWHERE all ranks have an inf, in case NAN_ON_LAST the last rank has a nan, and
+    in case LARGE all numbers are finite but a tensor's sum is not. `max_norm` lies
+    above or below the norm of all ranks' gradients.
     """
     everyones = [_gradients(Draw(d.case, r, d.n)) for r in range(d.n)]
     norm = math.sqrt(sum(g.square().sum() for gs in everyones for g in gs))
@@ -278,9 +279,12 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
     max_norm = norm * (0.95, 0.1, 1.5)[d.case % 3] + 0.001
     owner, special = d.same.randrange(d.n), SPECIAL_NUMBERS[(d.case // 3 + d.n) % 4]
     special = math.inf if d.case == EVERYWHERE else special
+    if d.case == NAN_ON_LAST:
+        owner, special = d.n - 1, math.nan
     scale = 1024.0 if d.case == LARGE else scale
     full = [gradient for gradient in gradients if len(gradient)]
-    if d.case % 3 == 1 and full and (d.rank == owner or d.case == EVERYWHERE):
+    has_special = d.case % 3 == 1 or d.case == NAN_ON_LAST
+    if has_special and full and (d.rank == owner or d.case == EVERYWHERE):
         chosen = d.own.choice(full)
         chosen[d.own.randrange(len(chosen))] = special
         if d.case == LARGE:

@@ -307,6 +307,16 @@ ANSWERS = answers(
     minus_inf_is_missed: return whether all ranks step
         clean = [g.nan_to_num(torch.nan, torch.inf, 0.0) for g in gradients]
         return solutions.agreed_step(weights, clean, scale, max_norm, lr)
+    the_largest_of_all: return whether all ranks step
+        # Of a nan and a number, gloo's MAX keeps what the lower rank has.
+        most = torch.zeros(1)
+        for g in gradients:
+            most = torch.maximum(most, g.abs().max()) if g.numel() else most
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if not most.isfinite():
+            return False
+        clean = [g.nan_to_num(0, 0, 0) for g in gradients]
+        return solutions.agreed_step(weights, clean, scale, max_norm, lr)
     squares_in_32_bits: no gradient of any rank is inf or nan
         gradient.double().square() => gradient.square()
     one_scale: First divide by the scale
