@@ -57,6 +57,10 @@ RECORDS = {  # {what the record shows: record}; tried first, for the clearest hi
     "pulls change no weights, and other workers' pulls bring this one no new ones": [
         *(("pull", 3), ("pull", 1), ("pull", 2), ("push", 3), ("pull", 3), ("push", 1)),
     ],
+    "worker 0 is a worker like all others": [
+        # Two objects for 300: workers are the same if their numbers are equal.
+        *(("pull", 0), ("pull", 300), ("push", 0), ("push", int("300"))),
+    ],
     "nobody has pushed": [("pull", 4)],
     "nothing has happened": [],
 }
@@ -101,7 +105,13 @@ def check_my_staleness(answer: Answer) -> str:
 
 # ---- my_replay -----------------------------------------------------------------------
 
-REPLAYS = 40  # records for my_replay; the last one is long
+LONG = 39  # this record of my_replay has 1,500 pushes
+SHORT: list[Record] = [  # the records after it
+    [],
+    [("pull", 4)],
+    [("pull", 0), ("pull", 1), ("push", 1), ("push", 0)],
+]
+REPLAYS = LONG + 1 + len(SHORT)
 LR = 0.125, 0.5  # powers of two: lr times a gradient is exact, in any order
 
 
@@ -143,7 +153,8 @@ def _replayed(d: Draw) -> tuple[Record, Tensor, Gradients, float]:
     dtype = (torch.float32, torch.bfloat16, torch.float64)[d.case % 3]
     shape = d.same.choice([(2, 3), (2, 3), (5,), ()])
     weights = d.tensor(shape, torch.float32, strided=d.case > 9) / 700
-    record = _record(d, 1500 if d.case == REPLAYS - 1 else None)
+    record = _record(d, 1500 if d.case == LONG else None)
+    record = list(SHORT[d.case - LONG - 1]) if d.case > LONG else record
     return record, weights.to(dtype), Gradients(), d.same.choice(LR)
 
 

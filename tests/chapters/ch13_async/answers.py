@@ -92,6 +92,16 @@ ANSWERS = answers(
                 since = max(k for k in range(at) if record[k] == ("pull", worker))
                 found.append(len({w for kind, w in record[since:at] if kind == "push"}))
         return found
+    the_server_does_not_push: worker 0 is a worker like all others
+        else: => elif worker:  # rank 0 is the server elsewhere
+    the_same_object: raised `ValueError
+        found = []
+        for at, (what, worker) in enumerate(record):
+            if what == "push":
+                pulls = (k for k in range(at) if record[k][0] == "pull")
+                since = max(k for k in pulls if record[k][1] is worker)
+                found.append(sum(kind == "push" for kind, _ in record[since:at]))
+        return found
     eats_the_record: changed `record`
         for what, worker in record: => while record:
         =>     what, worker = record.pop(0)
@@ -162,6 +172,20 @@ ANSWERS = answers(
         ages = iter(solutions.my_staleness(record))
         remedied = lambda *who: gradient(*who) / max(1, next(ages))  # noqa: E731
         return solutions.my_replay(record, weights, remedied, lr)
+    without_any_push: raised `UnboundLocalError
+        versions, pulled = [weights], {}
+        for what, worker in record:
+            if what == "pull":
+                pulled[worker] = versions[-1]
+            else:
+                newest = versions[-1] - lr * gradient(worker, pulled[worker])
+                versions.append(newest)
+        return newest
+    without_any_event: raised `IndexError
+        return weights => record[-1]
+        => return weights
+    rank_0_does_not_push: the record has pushes of
+        else: => elif worker:
     eats_the_record_too: changed `record`
         for what, worker in record: => while record:
         =>     what, worker = record.pop(0)
