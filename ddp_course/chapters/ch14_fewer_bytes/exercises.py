@@ -53,6 +53,7 @@ class EachInTurn:
 
 
 LONG = 29  # this case has many steps
+QUIET = 9  # in this case each gradient alone is rounded to 0
 EACH_IN_TURN = "one number, another in each call"
 COMPRESSORS: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest number alone": largest,
@@ -116,6 +117,11 @@ def _stream(d: Draw) -> tuple[Callable, list[list[Tensor]]]:
     tensors = [
         [d.tensor(shape, dtype) * unit for _ in range(steps)] for _ in range(ranks)
     ]
+    if third == 2:  # one gradient is zero, but something was held back before
+        tensors[0][2].zero_()
+    if d.case == QUIET:
+        for gradient in tensors[0]:
+            gradient.clamp_(-0.375, 0.375)
     return compress, tensors
 
 
@@ -324,6 +330,8 @@ def _outer(
         [d.tensor(shape, dtype, strided=strided) / 64 for shape in shapes]
         for _ in range(ranks + 2)
     )
+    if d.case % 10 == 8:  # as if no replica had moved
+        replicas = [[tensor.clone() for tensor in common] for _ in replicas]
     if d.case % 5 == 4:  # as before the first outer step
         for velocity in momentum:
             velocity.zero_()

@@ -109,6 +109,12 @@ ANSWERS = answers(
             return sent
 
         return send
+    nothing_new: has forgotten what was held back
+        nonlocal memory => nonlocal memory
+        => if not gradient.any():
+        =>     return compress(gradient.clone())
+    nothing_sent: rounded to whole numbers
+        memory = wanted - sent => memory = wanted - sent if sent.any() else memory
     drops_small_numbers: all that was held back before
         memory = wanted - sent => left = wanted - sent
         => memory = torch.where(left.abs() < 1e-3, 0.0, left)
@@ -310,6 +316,10 @@ ANSWERS = answers(
         => velocity.mul_(mu)
     the_wrong_way: the way *back* from the mean
         own - sum(others) / len(others) => sum(others) / len(others) - own
+    nothing_has_moved: mu times the old one
+        velocity.mul_(mu) => if not gradient.any():
+        =>     continue
+        => velocity.mul_(mu)
     without_a_look_ahead: mu times the *new* momentum
         gradient + mu * velocity => velocity
     with_the_old_momentum: mu times the *new* momentum
