@@ -154,7 +154,8 @@ def _step(d: Draw) -> tuple[list[int], ...]:
 SIZES = (3, 2, 2, 3, 2)  # widths: inputs and outputs of neighbouring layers
 FROZEN = "2.inner.bias"
 # Parameters without gradients in two steps: a frozen bias, and some that are unused.
-WITHOUT = (FROZEN, "1.scale", "3."), (FROZEN, "1.inner.weight")
+# In the second step the frozen bias still has a gradient.
+WITHOUT = (FROZEN, "1.scale", "3."), ("1.inner.weight",)
 STRIDED, ZERO = "0.inner.weight", "0.scale"  # gradients: not contiguous, and 0
 OPTIMIZERS = {  # optimizers with a step that depends on more than the gradient
     "SGD with momentum": lambda ps: torch.optim.SGD(ps, lr=0.25, momentum=0.5),

@@ -260,6 +260,8 @@ ANSWERS = answers(
         =>     its._forward_pre_hooks.clear()
         =>     arrive()
         => layer.register_forward_pre_hook(arrive_once)
+    trainable_ones_alone: Expected each existing gradient
+        if p.grad is not None => if p.grad is not None and p.requires_grad
     no_gradients_of_zero: Expected each existing gradient
         if p.grad is not None => if p.grad is not None and p.grad.any()
     in_training_alone: Before layer 0 ran, your hooks had waited for nothing
