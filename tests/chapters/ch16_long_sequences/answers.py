@@ -165,6 +165,9 @@ ANSWERS = answers(
         => out = out + attend(q, k, v)[0] / ranks
     the_last_block: outputs that differ from attention over the whole
         merge(out, lse, *attend(q, k, v)) => attend(q, k, v)
+    lses_by_heads_first: must be (1, 3, 1)
+        torch.full_like(q[..., 0], -torch.inf)
+        => torch.full_like(q[..., 0].transpose(0, 1), -torch.inf)
     over_its_queries: changed its queries
         return out => return q.copy_(out)
     output_and_lse: returned
