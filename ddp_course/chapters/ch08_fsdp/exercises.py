@@ -295,12 +295,12 @@ def _three_layers(
         if not hidden.requires_grad:
             return facts | {"way_back": False}
         with TorchCollectives() as torch_log:
-            hidden.square().sum().backward()
+            _loss(hidden).backward()
         facts["again"] = tools.gathers - gathers - facts["gathered"]
     for whole in inputs:
         whole.requires_grad_()
         for _ in range(passes):
-            _together(whole, weights).square().sum().backward()
+            _loss(_together(whole, weights)).backward()
     wholes = {tuple(w.shape) for w in weights} | {tuple(w.T.shape) for w in weights}
     large = [shape for shape in saved if n > 1 and shape in wholes]
     others = [*before_backward.calls, *torch_log.calls]
@@ -339,6 +339,11 @@ def _together(x: Tensor, weights: list[Tensor]) -> Tensor:
     for weight in weights:
         x = x @ weight.T
     return x
+
+
+def _loss(hidden: Tensor) -> Tensor:
+    """Return a loss; the gradient of one row is a number that is expanded."""
+    return hidden.sum() if len(hidden) == 1 else hidden.square().sum()
 
 
 # ---- ranks_needed ------------------------------------------------------------------

@@ -247,6 +247,9 @@ ANSWERS = answers(
         return x @ torch.cat(parts).T
     one_row_squeezed: of a 0-d tensor
         return Linear.apply(x, shard) => return Linear.apply(x, shard).squeeze()
+    scales_the_gradient_in_place: more than one element of the written-to tensor
+        reduce_scatter(grad.T @ x) / world_size
+        => reduce_scatter(grad.div_(world_size).T @ x)
     """,
     ranks_needed="""
     ranks_by_halving:
