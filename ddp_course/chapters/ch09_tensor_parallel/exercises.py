@@ -223,8 +223,8 @@ def check_row_linear(answer: Answer) -> str:
     hint = "Each rank has one summand of every output. How often is the bias added?"
     judge_ranks(ROW, _rows, answer, hint=hint)
     return (
-        "1, 2 and 3 real ranks, seven sizes, one token: output and all gradients as in "
-        "one process, the bias once and trained on every rank, one all-reduce"
+        "1, 2 and 3 real ranks, seven sizes, a bias of zeros: output and all gradients "
+        "as in one process, the bias once and trained on every rank, one all-reduce"
     )
 
 
@@ -250,6 +250,7 @@ ROW_CASES = (  # name, shape without the channels, channels of the output, dtype
     ("as many tokens as channels", (4,), 4, torch.float32),
     ("one channel", (1,), 1, torch.float32),
     ("one token", (), 3, torch.float32),
+    ("a bias of zeros", (6,), 3, torch.float32),
 )
 
 
@@ -267,6 +268,7 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         double = kind == torch.float64  # thirds, which smaller types round
         x, near = (x / 3, 1e-9) if double else (x, 1e-5)
         whole = [x, weight.to(kind), (1 + quarters(7 + seed, out).abs()).to(kind)]
+        whole[2] *= "zeros" not in case
         inputs = [whole[0].chunk(n, -1)[rank], whole[1].chunk(n, 1)[rank], whole[2]]
         copies = [one.clone() for one in whole]  # their parts are not contiguous
         if shape == (2, 3):  # the tokens lie in another order in memory
@@ -288,7 +290,8 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         facts["one_sum"] = not sums.others and sums.numels == [right.numel()]
         facts["others"] = sums.others
         if facts["shape"]:
-            times = ((y - right + whole[2]) / whole[2]).detach().unique()
+            times = ((y - right + whole[2]) / whole[2]).detach()
+            times = times.nan_to_num(1.0, 1.0, 1.0).unique()  # a bias may be 0
             found = [part.grad for part in parts]
             both = zip(found, [*grads, whole[2].grad], strict=True)
             pairs = dict(zip(("x", "weight", "bias"), both, strict=True))
@@ -381,6 +384,9 @@ def _texts(n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     more = n * (WORDS + 3)
     strided = torch.randn(more, 29, generator=dice, dtype=torch.float64).T
     yield "strided logits of float64", strided, torch.arange(29) % more
+    if n > 1:
+        logits = torch.randn(5, n, generator=dice)
+        yield "one word for each rank", logits, torch.arange(5) % n
 
 
 def _losses(vocab_loss: Callable) -> Iterator[dict[str, Any]]:

@@ -198,6 +198,10 @@ ANSWERS = answers(
             return reduce_sum(torch.cat(parts, dim=-1))
 
         return F.linear(whole(x), whole(weight), bias)
+    bias_left_out_if_zero: no gradient of bias
+        return reduce_sum(F.linear(x, weight)) + bias
+        => y = reduce_sum(F.linear(x, weight))
+        => return y + bias if bias.any() else y
     """,
     vocab_loss="""
     loss_in_three_messages:
@@ -319,5 +323,7 @@ ANSWERS = answers(
         loss = F.cross_entropy(logits, inside)
         loss.backward()
         return loss.item(), logits.grad
+    two_words_at_least: index k out of range
+        logits.max(dim=1).values => logits.topk(2, dim=1).values[:, 0].contiguous()
     """,
 )
