@@ -127,7 +127,7 @@ def check_node_group(answer: Answer) -> str:
         "Every rank must call `dist.new_group` for every node, in the same order, also "
         "for the nodes that it is not on."
     )
-    for nnodes, size in ((2, 3), (3, 2), (4, 1), (1, 2)):
+    for nnodes, size in ((2, 3), (3, 2), (4, 1), (1, 2), (1, 1)):
         shape = {"nnodes": nnodes, "nproc_per_node": size}
         real = on_ranks(_use, answer, **shape, hint=hint)
         for table in (GROUP, TOTAL):

@@ -107,7 +107,10 @@ def check_my_broadcast(answer: Answer) -> str:
 
 
 def _tensor(d: Draw) -> tuple[Tensor]:
-    return (d.tensor(SHAPES.get(d.case)),)
+    tensor = d.tensor(SHAPES.get(d.case))
+    if d.case == 3:  # memory that was never written may hold anything
+        tensor.fill_(torch.nan if d.rank else -torch.inf)
+    return (tensor,)
 
 
 def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -> None:
@@ -139,7 +142,7 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
 
 MATRICES = (  # (rows of each rank, dtype); the first is large, to measure its bytes
     *((60, torch.int64), (1, torch.float64), (3, torch.bfloat16), (0, torch.float32)),
-    *((4, torch.bool), (40, torch.int64)),
+    *((4, torch.bool), (40, torch.int64), (1, torch.complex64)),
 )
 
 
@@ -169,4 +172,5 @@ def check_my_transpose(answer: Answer) -> str:
 
 def _rows(d: Draw) -> tuple[Tensor]:
     block, dtype = MATRICES[d.case]
-    return (d.tensor((block, block * d.n), dtype),)
+    rows = d.tensor((block, block * d.n), dtype)
+    return (rows + 1j * d.case if dtype.is_complex else rows,)

@@ -130,6 +130,10 @@ ANSWERS = answers(
         if here().topology.nnodes == 1:
             return None
         return solutions.node_group()
+    none_for_a_rank_alone: 1 x 1 cluster, rank 0 got `None`
+        if dist.get_world_size() == 1:
+            return None
+        return solutions.node_group()
     by_local_rank: rank 0 got the group of ranks [0, 3]; expected [0, 1, 2]
         (range(first, first + size)) => (range(first, dist.get_world_size(), size))
         range(0, dist.get_world_size(), size) => range(size)

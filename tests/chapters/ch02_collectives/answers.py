@@ -238,6 +238,11 @@ ANSWERS = answers(
     twice_to_be_sure: 2 messages went to rank 1; expected 1
         from_rank_0_to_all(tensor)
         from_rank_0_to_all(tensor)
+    added_to_nothing: expected `[-inf]`
+        root = tensor.clone()
+        solutions.my_broadcast(root)
+        if dist.get_rank():
+            tensor.mul_(0).add_(root)
     in_other_memory: views of it keep the old numbers
         new = tensor.clone()
         solutions.my_broadcast(new)
@@ -283,6 +288,8 @@ ANSWERS = answers(
         n = dist.get_world_size() => n = min(4, dist.get_world_size())
     numbers_of_bools: of bool
         torch.cat(from_each, dim=1) => torch.cat(from_each, dim=1) + 0
+    conjugated: of complex64
+        return solutions.my_transpose(rows).conj().resolve_conj()
     not_waited_for: never waits for a collective that it started: `all_to_all`
         dist.all_to_all(from_each, for_each)
         => dist.all_to_all(from_each, for_each, async_op=True)

@@ -314,6 +314,19 @@ ANSWERS = answers(
         (model.state_dict()) => ({k: v.float() for k, v in model.state_dict().items()})
     first_and_last: a rank in the middle
         len(set(everyones)) == 1 => everyones[0] == everyones[-1]
+    first_middle_and_last: rank 1 alone has another weight
+        len(set(everyones)) == 1
+        => everyones[0] == everyones[len(everyones) // 2] == everyones[-1]
+    storages: is a part of a larger tensor
+        mine, everyones = hashlib.sha256(), [None] * dist.get_world_size()
+        for t in model.state_dict().values():
+            storage = t.untyped_storage()
+            mine.update(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        dist.all_gather_object(everyones, mine.digest())
+        return len(set(everyones)) == 1
+    with_a_second_rank: IndexError: list index out of range
+        len(set(everyones)) == 1
+        => all(everyones[1] == one for one in everyones)
     numbers_with_fractions: a whole number in a buffer
         everyones = => state = model.state_dict(); everyones =
         checksum(model.state_dict())
