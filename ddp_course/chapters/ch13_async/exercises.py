@@ -109,7 +109,7 @@ LONG = 39  # this record of my_replay has 1,500 pushes
 SHORT: list[Record] = [  # the records after it
     [],
     [("pull", 4)],
-    [("pull", 0), ("pull", 1), ("push", 1), ("push", 0)],
+    [("pull", 0), ("pull", 1), ("push", 1), ("pull", 1), ("push", 0)],
 ]
 REPLAYS = LONG + 1 + len(SHORT)
 LR = 0.125, 0.5  # powers of two: lr times a gradient is exact, in any order
@@ -233,7 +233,9 @@ SERVED = (  # shapes, types and learning rates
     ((5,), torch.float32, 0.5),
     ((2, 3), torch.float64, 0.25),
     ((), torch.float32, 2.0),
+    ((3,), torch.float32, 0.5),
 )
+IDLE = 3  # nobody pushes in this one
 SERVER = MESSAGES | {
     "in_place": "has {got} in `weights`; expected {right}. Is each gradient used once, "
     "and are the weights changed in place?",
@@ -271,6 +273,7 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
         others = [worker for worker in range(1, n) if worker != SLOW]
         # Workers push in a fixed order, so the weights that each gets are known.
         order = [worker for worker in others for _ in range(TURNS)] + [SLOW]
+        order = [] if number == IDLE else order
         after = _weights_after(number, lr, order)
         case = f"{len(order)} pushes, lr {lr:g}"
         facts = {"case": case} | dict.fromkeys(SERVER, True)
@@ -286,7 +289,7 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
                 equal_values(one, after[-1]) for one in (weights, view)
             )
             facts["sends_whole"] = to == sorted(order)
-        else:
+        elif order:
             first = order.index(rank)
             if first:
                 ready = [f"{number}: {first - 1} is answered"]

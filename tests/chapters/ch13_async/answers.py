@@ -292,6 +292,15 @@ ANSWERS = answers(
         => weights.copy_(step)
     one_too_many: no more and no fewer
         range(pushes) => range(pushes + 1)
+    at_least_one_push: no more and no fewer
+        gradient = torch.empty_like(weights)
+        while True:
+            worker = dist.recv(gradient)
+            weights -= lr * gradient
+            dist.send(weights, worker)
+            pushes -= 1
+            if not pushes:
+                break
     no_last_answer: and the last one, too
         dist.send(weights, worker)
         => if _ < pushes - 1:
