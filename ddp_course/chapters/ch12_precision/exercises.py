@@ -81,6 +81,9 @@ def _bits(d: Draw) -> tuple[str, str, str]:
 # ---- master_step -------------------------------------------------------------------
 
 
+WARM_UP = 8, 11  # cases: lr is 0, as in the first step of many schedules
+
+
 @exercise("master_step", solution=solutions.master_step)
 def check_master_step(answer: Answer) -> str:
     """`master_step(parameters, masters, lr)`: a step of SGD on copies in 32 bits.
@@ -102,7 +105,7 @@ def check_master_step(answer: Answer) -> str:
             hints=hints,
         )
     return (
-        "80 steps in bfloat16 and float16, with four learning rates: the parameters "
+        "80 steps in bfloat16 and float16, with five learning rates: the parameters "
         "are the rounded copies, in their own storage; some had no gradient, some "
         "were empty or strided"
     )
@@ -128,7 +131,8 @@ def _parameters(
         parameters.append(parameter)
         # Without a gradient copy and parameter differ by 1: overwriting one is seen.
         masters.append(parameter.detach().float() + 2.0**-14 + (parameter.grad is None))
-    return parameters, masters, d.same.choice(lrs)
+    lr = 0.0 if d.case in WARM_UP else d.same.choice(lrs)
+    return parameters, masters, lr
 
 
 def wrong_master(case: Case) -> str:
@@ -234,6 +238,7 @@ STEP = {
 }
 SPECIAL_NUMBERS = (math.inf, -math.inf, math.nan, 1e20)  # ranks step with 1e20
 EVERYWHERE, LARGE = 4, 7  # cases: inf on all ranks; large numbers, whose sum is inf
+UNCLIPPED = 17  # case: max_norm is inf
 NAN_ON_LAST = 18  # case: one nan, on the last rank; gloo's MAX keeps rank 0's nan alone
 
 
@@ -271,12 +276,13 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
     In every third case a gradient of one rank has one of SPECIAL_NUMBERS; in case
     EVERYWHERE all ranks have an inf, in case NAN_ON_LAST the last rank has a nan, and
     in case LARGE all numbers are finite but a tensor's sum is not. `max_norm` lies
-    above or below the norm of all ranks' gradients.
+    above or below the norm of all ranks' gradients; in case UNCLIPPED it is inf.
     """
     everyones = [_gradients(Draw(d.case, r, d.n)) for r in range(d.n)]
     norm = math.sqrt(sum(g.square().sum() for gs in everyones for g in gs))
     gradients, scale = everyones[d.rank], d.same.choice([1024.0, 8.0, 0.25])
     max_norm = norm * (0.95, 0.1, 1.5)[d.case % 3] + 0.001
+    max_norm = math.inf if d.case == UNCLIPPED else max_norm
     owner, special = d.same.randrange(d.n), SPECIAL_NUMBERS[(d.case // 3 + d.n) % 4]
     special = math.inf if d.case == EVERYWHERE else special
     if d.case == NAN_ON_LAST:

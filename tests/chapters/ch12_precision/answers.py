@@ -151,6 +151,12 @@ ANSWERS = answers(
     viewed_gradients: view size is not compatible
         parameter.grad.to(master.dtype)
         => parameter.grad.view(-1).float().view_as(master)
+    nothing_to_do_at_0: expected the copies, rounded
+        for parameter => if not lr:
+        =>     return
+        => for parameter
+    a_default_for_0: taken from the copy
+        master -= lr => master -= (lr or 0.1)
     skips_inf: taken from the copy
         if parameter.grad is not None
         => if parameter.grad is not None and parameter.grad.isfinite().all()
@@ -253,6 +259,8 @@ ANSWERS = answers(
         bad = any(not g.sum().isfinite() for g in gradients)
         gradients = [g * math.nan for g in gradients] if bad else gradients
         return solutions.agreed_step(weights, gradients, scale, max_norm, lr)
+    inf_by_inf: First divide by the scale
+        min(1.0, max_norm / norm) if norm else 1.0 => max_norm / max(norm, max_norm)
     scales_above_1: First divide by the scale
         squares = torch.zeros => scale = max(scale, 1.0); squares = torch.zeros
     of_contiguous_ones: view size is not compatible

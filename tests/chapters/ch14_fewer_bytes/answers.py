@@ -320,6 +320,10 @@ ANSWERS = answers(
         velocity.mul_(mu) => if not gradient.any():
         =>     continue
         => velocity.mul_(mu)
+    nothing_to_do_at_0: mu times the old one
+        for own, => if not lr:
+        =>     return
+        => for own,
     without_a_look_ahead: mu times the *new* momentum
         gradient + mu * velocity => velocity
     with_the_old_momentum: mu times the *new* momentum
