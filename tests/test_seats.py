@@ -34,11 +34,22 @@ def pss(pid: int) -> int:
 
 
 def test_memory_is_counted_once():
-    own = pss(os.getpid())
-    assert own > 10 * MIB
-    block = bytearray(os.urandom(MIB)) * 50
-    assert 45 * MIB < pss(os.getpid()) - own < 60 * MIB, len(block)
+    grown = [block_in_mib() for _ in range(5)]
+    assert any(45 < mib < 60 for mib in grown), grown
     assert pss(2**22 + 1) == 0
+
+
+def block_in_mib() -> float:
+    """Return by how much the PSS of this process grows when it allocates 50 MiB.
+
+    It also grows or shrinks if another process that has the same libraries in memory
+    ends or begins at that moment.
+    """
+    before = pss(os.getpid())
+    block = bytearray(os.urandom(MIB)) * 50
+    after = pss(os.getpid())
+    assert before > 10 * MIB and len(block) == 50 * MIB
+    return (after - before) / MIB
 
 
 @pytest.mark.endurance
