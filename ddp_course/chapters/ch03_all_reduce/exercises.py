@@ -36,7 +36,7 @@ def check_ring_transfers(answer: Answer) -> str:
     the first half of 2 (N - 1) steps adds. In every step a rank passes on the chunk
     that it got in the step before, so the chunk's number goes down by one, modulo N.
     """
-    for n in (2, 3, 4, 5, 8, 11, 6, 40, 1):
+    for place, n in enumerate((2, 3, 4, 5, 8, 11, 6, 40, 1, 2)):
         plan = _as_plan(answer, n)
         where, wrong = f"With {n} rank{'s' * (n > 1)},", mistakes(plan)
         expect(
@@ -59,8 +59,8 @@ def check_ring_transfers(answer: Answer) -> str:
         for (step, rank), chunks in at_once.items():
             says = f"sends {chunks} chunks in step {step}, and none in another step."
             also = "If each sends one chunk in every step, no rank waits for another."
-            # Not for two ranks: with three, the hints above say more.
-            expect(chunks == 1 or n == 2, f"{where} rank {rank} {says} {also}")
+            # Two ranks at the end: before that, three ranks get a hint that says more.
+            expect(chunks == 1 or place == 0, f"{where} rank {rank} {says} {also}")
         expect(
             plan.steps == 2 * (n - 1),
             f"{where} your ring has {plan.steps} steps; if all ranks send at the same "

@@ -365,6 +365,7 @@ CASES = {
     "counter": (False, "a whole number in a buffer of the last rank differs"),
     "middle": (False, "a rank in the middle has another weight"),
     "rank 1": (False, "rank 1 alone has another weight"),
+    "each": (False, "every rank has another weight"),
     "part": (True, "a weight of the last rank is a part of a larger tensor"),
     "sign": (False, "a zero of the last rank has another sign"),
     "double": (False, "a number of float64 of the last rank differs in its last bit"),
@@ -433,6 +434,8 @@ def _model_for(case: str) -> nn.Module:
         weight[1, 1] = 1.0
     elif case == "rank 1" and rank == 1:
         weight[0, 1] = 1.0
+    elif case == "each":
+        weight[0, 2] = rank
     elif case == "part" and rank == n - 1:
         weight.data = torch.cat([weight, weight]).T.contiguous().T[:WIDE]
     elif case == "sign":

@@ -91,6 +91,10 @@ ANSWERS = answers(
             for step in range(2 * (world_size - 1))
             for r in [(c + step) % world_size]
         ]
+    two_ranks_there_and_back: With 2 ranks, rank 0 sends 2 chunks in step 0
+        if world_size == 2:
+            return [Transfer(0, 0, 1, 0, 2, True), Transfer(1, 1, 0, 0, 2, False)]
+        return solutions.ring_transfers(world_size)
     chunks_beyond_the_end: does not fit
         return transfers => return [Transfer(0, 0, 1, world_size, world_size + 1, True)]
     a_generator: expected a list of `Transfer`s

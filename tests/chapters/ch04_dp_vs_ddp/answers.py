@@ -317,6 +317,8 @@ ANSWERS = answers(
     first_middle_and_last: rank 1 alone has another weight
         len(set(everyones)) == 1
         => everyones[0] == everyones[len(everyones) // 2] == everyones[-1]
+    all_different: every rank has another weight
+        len(set(everyones)) == 1 => len(set(everyones)) != 2
     storages: is a part of a larger tensor
         mine, everyones = hashlib.sha256(), [None] * dist.get_world_size()
         for t in model.state_dict().values():
