@@ -59,6 +59,13 @@ class Links:
     between: Link = field(default_factory=Link)
     host: Link = field(default_factory=Link)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a field that is not a Link."""
+        for name, link in vars(self).items():
+            if not isinstance(link, Link):
+                must = "it must be a Link, such as Link(latency=0.001, bandwidth=10e6)"
+                raise ValueError(f"{name} is {link!r}; {must}")
+
     def link_to(self, peer: int, place: Place) -> Link:
         """Return the link from the rank at `place` to rank `peer`."""
         return self.inside if place.same_node(peer) else self.between

@@ -43,6 +43,8 @@ def test_more_bytes_never_take_less_time(link, a, b):
 def test_impossible_links_are_named(how, problem):
     with pytest.raises(ValueError, match=f"{[*how][0]} is {problem}"):
         Link(**how)
+    with pytest.raises(ValueError, match="^between is 10.0; it must be a Link, such "):
+        Links(between=10.0)
 
 
 @given(any_links)
