@@ -15,7 +15,7 @@ SCHEDULES. CONTRIBUTING.md lists the other files.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, NamedTuple
@@ -482,10 +482,7 @@ def layout_for(world_size: int, **options: Any) -> Layout:
     `options` are fields of Layout. If dp is not among them, it gets the ranks that the
     other axes leave. Raises SpecError, a ValueError. Chapter 09.
     """
-    known = [each.name for each in fields(Layout)]
-    if unknown := min(options.keys() - set(known), default=None):
-        text = f"there is no option {unknown!r}; the options are {', '.join(known)}"
-        raise SpecError(successor(unknown, options[unknown]) or text, unknown)
+    check_names(options, [each.name for each in fields(Layout)])
     options = {name: value for name, value in options.items() if value is not None}
     if free := "dp" not in options:
         layout = Layout(**options)
@@ -503,6 +500,14 @@ def layout_for(world_size: int, **options: Any) -> Layout:
         )
     layout.check(world_size)
     return layout
+
+
+def check_names(options: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise SpecError for an option with a name that is not in `known`."""
+    known = list(known)
+    if unknown := min(options.keys() - set(known), default=None):
+        text = f"there is no option {unknown!r}; the options are {', '.join(known)}"
+        raise SpecError(successor(unknown, options[unknown]) or text, unknown)
 
 
 def check_fields(spec: Training | Layout) -> None:

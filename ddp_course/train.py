@@ -20,7 +20,8 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,13 @@ from ddp_course.parallelize import (
     whole,
 )
 from ddp_course.precision import GradScaler
-from ddp_course.spec import Layout, Training, check_fields, layout_for
+from ddp_course.spec import (
+    Layout,
+    Training,
+    check_fields,
+    check_names,
+    layout_for,
+)
 
 
 def train_simply(
@@ -132,6 +139,8 @@ def train(
     equally, an option that does not exist, or processes of a cluster that have not
     initialised their process group. Chapters 04, 05, 09 and 10.
     """
+    *own, _ = signature(train).parameters
+    check_names(layout_options, (*own, *(each.name for each in fields(Layout))))
     check_alone()
     together = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)

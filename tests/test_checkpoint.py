@@ -393,7 +393,11 @@ test_train_refuses_what_cannot_be = refused(
     (training(threads=5), "12 rows cannot be shared equally by 5 re"),
     (training(batch_size=0), "batch_size is 0; it must be 1 or more"),
     (training(strategy="zero1"), "strategy 'zero1' is --zero 1 now, train.zero=1"),
-    (training(replica=2), "there is no option 'replica'; the options are dp, "),
+    (training(replica=2), "there is no option 'replica'; the options are steps, "),
+    (
+        training(batchsize=4),
+        "no option 'batchsize'; .* batch_size, .* keep_state, .* tp",
+    ),
     (training(every=0), "every is 0; it must be 1 or more"),
     (training(save="sync"), "save is 'sync'; it can be one of waiting, async"),
 )
