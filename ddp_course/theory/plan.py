@@ -196,9 +196,9 @@ def plan(
     "ZeRO-Offload", and FSDP's CPUOffloadPolicy. Chapters 07 and 08.
     """
     check_count("gpus", gpus)
-    check_positive("memory", memory)
+    _check_bytes("memory", memory)
     if bandwidth is not None:
-        check_positive("bandwidth", bandwidth)
+        _check_bytes("bandwidth", bandwidth)
     precision = precision_named(precision)
     kept = model.activations(precision, batch, recompute, fused_attention)
 
@@ -217,6 +217,15 @@ def plan(
         seconds = None if bandwidth is None else sent / bandwidth
         rows.append(Row(name, stage, ledger, fits(ledger), sent, times_ddp, seconds))
     return [*rows, _offloaded(rows[3], fits)]
+
+
+def _check_bytes(name: str, value: float) -> None:
+    """Raise ValueError unless `value` can be bytes, and not gigabytes."""
+    check_positive(name, value)
+    if value < 1e6:
+        raise ValueError(
+            f"{name} is {value:g}, in bytes; it must be 1e6 or more (24 GB are 24e9)"
+        )
 
 
 def _offloaded(row: Row, fits: Callable[[Ledger], bool | None]) -> Row:
