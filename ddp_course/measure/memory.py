@@ -79,7 +79,8 @@ def tensors_of(watched: Iterable[Any]) -> list[tuple[Tensor, str]]:
     for one in steppers:
         if not hasattr(one, "param_groups") or not hasattr(one, "state"):
             raise TypeError(
-                f"{one!r} is neither a module nor an optimizer: pass the model itself"
+                f"an object of type {type(one).__name__} is neither a module nor an "
+                "optimizer: pass the model itself, or the optimizer"
             )
     parameters = [p for module in modules for p in module.parameters()]
     stepped = [p for one in steppers for g in one.param_groups for p in g["params"]]
