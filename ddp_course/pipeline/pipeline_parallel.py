@@ -176,7 +176,6 @@ class PipelineParallel(DividedModule, Pipeline):
         announce(self.parts, "after_step", self)
         return self._loss_of(runtime)
 
-    @torch.no_grad()
     def forward(
         self, x: Tensor, y: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -184,11 +183,12 @@ class PipelineParallel(DividedModule, Pipeline):
 
         Without targets, returns (output of the last layer, None) on the last stage's
         rank, with an output of (B, T, V), and (None, None) on the others. With targets,
-        returns (None, mean loss) on all ranks.
+        returns (None, mean loss) on all ranks, if under `torch.no_grad` or in `eval()`.
         """
         self._check_usable()
         announce(self.parts, "before_forward", self, x, y)
-        runtime = self._run(self.forward_schedule, x, y)
+        with torch.no_grad():
+            runtime = self._run(self.forward_schedule, x, y)
         if y is not None:
             return None, self._loss_of(runtime)
         outputs = [runtime.outputs[k] for k in sorted(runtime.outputs)]

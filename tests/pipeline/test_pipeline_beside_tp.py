@@ -48,7 +48,8 @@ def one_step() -> tuple:
     """Return what an evaluation gives, and the optimizer's whole state after a step."""
     pipeline = beside_tp(untied(), "1f1b", 3)
     optimizer = adamw(pipeline.parameters())
-    logits, loss = pipeline(batch(9)[0])[0], pipeline(*batch(9))[1]
+    logits, loss = pipeline(batch(9)[0])[0], pipeline.eval()(*batch(9))[1]
+    pipeline.train()
     pipeline.step(*batch(0))
     optimizer.step()
     return logits, loss, full_optimizer_state_dict(pipeline, optimizer)

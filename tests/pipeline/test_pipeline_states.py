@@ -125,10 +125,11 @@ def refusals() -> dict[str, str]:
     results["shapes"] = refused(pipeline.step, x[: 8 - rank], y[: 8 - rank])
     results["numbers"] = refused(pipeline.step, *batch(rank))
     results["long"] = refused(pipeline.step, x.repeat(1, 9), y.repeat(1, 9))
-    results["token"] = refused(pipeline, x, y - 99)
+    results["called"] = refused(pipeline, x, y)
     results["columns"] = refused(pipeline.step, x, y[:, :2])
     with torch.no_grad():
         results["no gradients"] = refused(pipeline.step, x, y)
+        results["token"] = refused(pipeline, x, y - 99)
     norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     norms, ones = PipelineParallel(norm, "gpipe", 2, loss_fn=mse), torch.ones(4, 2)
     results["norm"] = refused(norms.step, ones, ones)
@@ -171,6 +172,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "numbers": "the ranks differ. x is int64 [8, 5] with digest",
         "long": "x has shape (8, 45); it must be (B, T) with B >= 1 and T from 1 to",
         "token": "y holds the token -9",
+        "called": "the loss of a call has no gradients: to train, call step(x, y), to",
         "columns": "y is int64 [8, 2]; it must be [8, 5], as x is",
         "no gradients": "gradients are switched off, and step needs them",
         "norm": "1 is a BatchNorm1d in training: its mean would be a microbatch's, not",
