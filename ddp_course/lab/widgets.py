@@ -92,5 +92,11 @@ def _signature(draw: Callable, names: Mapping[str, Any]) -> inspect.Signature:
         raise TypeError(
             f"{draw.__name__} has no argument {unknown[0]!r}; it has {', '.join(known)}"
         )
+    for name, control in names.items():
+        if isinstance(control, (int, float)) and not isinstance(control, bool):
+            raise TypeError(
+                f"{name} is {control!r}; it must be (lowest, highest) for a slider, or "
+                "a list for a menu"
+            )
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([known[name].replace(kind=kind) for name in names])

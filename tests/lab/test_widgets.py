@@ -45,6 +45,8 @@ def test_values_that_do_not_go_together_are_told():
 def test_an_unknown_argument():
     with pytest.raises(TypeError, match="rendezvous has no argument 'ranks'"):
         explore(rendezvous, ranks=(1, 8))
+    with pytest.raises(TypeError, match="nnodes is 4; it must be .lowest, highest."):
+        explore(cluster, nnodes=4)
 
 
 def test_the_notebook_holds_no_picture_and_no_output_widget():
