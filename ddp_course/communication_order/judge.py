@@ -16,6 +16,7 @@ from ddp_course.communication_order.schedule import (
     Policy,
     StepEvent,
     TimedStep,
+    check_policy,
     follow,
     pieces_of,
 )
@@ -147,6 +148,7 @@ def best_order(layers: Sequence[Layer], policy: Policy = FIFO) -> TimedStep:
     Pieces of one layer are equal, so they keep their order. Only `piece` and
     `wait_for_all` of `policy` are used. Raises ValueError for more than 9 pieces.
     """
+    check_policy(policy)
     pieces = pieces_of(layers, policy.piece)
     if len(pieces) > MOST:
         orders = math.factorial(len(pieces))

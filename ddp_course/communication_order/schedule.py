@@ -218,6 +218,7 @@ def simulate_step(
 
     Raises OrderError for a policy that never sends one of the pieces.
     """
+    check_policy(policy)
     return _run_step(layers, policy, policy.choose, each, launch)
 
 
@@ -236,6 +237,7 @@ def follow(
     used. Raises OrderError if the order leaves a piece out, repeats one, or has one
     that does not exist.
     """
+    check_policy(policy)
     wanted = list(_as_pieces(order))
     remaining = wanted.copy()
 
@@ -274,6 +276,13 @@ def _as_pieces(order: Iterable[GradientPiece | int]) -> Iterator[GradientPiece]:
         else:
             yield GradientPiece(one, sent[one])
             sent[one] += 1
+
+
+def check_policy(policy: Policy) -> None:
+    """Raise ValueError unless `policy` is a Policy."""
+    if not isinstance(policy, Policy):
+        must = "it must be a Policy, such as priority(), FIFO or WAIT_FOR_ALL"
+        raise ValueError(f"policy is {policy!r}; {must}")
 
 
 def _run_step(

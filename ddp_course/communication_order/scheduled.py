@@ -29,6 +29,7 @@ from ddp_course.communication_order.schedule import (
     Policy,
     StepEvent,
     TimedStep,
+    check_policy,
     priority,
 )
 from ddp_course.mechanisms.frozen import KeepFrozen
@@ -89,11 +90,7 @@ class ScheduledDataParallel(OrderedDataParallel):
         all_reduce: Callable[..., Any] = dist.all_reduce,
         layers: Sequence[nn.Module] = (),
     ) -> None:
-        if not isinstance(policy, Policy):
-            raise ValueError(
-                f"policy is {policy!r}; it must be a Policy, such as "
-                "priority(piece=2**20, credit=1)"
-            )
+        check_policy(policy)
         # A multiple of 16 bytes, so that no element of any type is cut.
         piece = policy.piece and max(16, int(policy.piece) // 16 * 16)
         recovery = Recovery(process_group, quick_exchange(process_group))

@@ -183,6 +183,13 @@ def test_a_policy_that_starves_or_deadlocks_is_refused():
     for of_layers in (partial(simulate_step, policy=FIFO), wait_for_all_time):
         with pytest.raises(ValueError, match="layers.1. is .1, 2, 3.; it must be a La"):
             of_layers([THREE[0], (1, 2, 3)])
+    for takes_policy in (
+        simulate_step,
+        partial(follow, order=[2, 1, 0, 0]),
+        best_order,
+    ):
+        with pytest.raises(ValueError, match="^policy is 'fifo'; it must be a Policy"):
+            takes_policy(THREE, policy="fifo")
     with pytest.raises(ValueError, match="11 pieces have up to 39,916,800 orders"):
         best_order(THREE, priority(1))
 
