@@ -42,8 +42,8 @@ def check_elementwise(
     With `whole_tensors` the parts are two tensors, and the whole is both together.
     """
     if isinstance(optimizer_class, Optimizer):
-        right = f"the class {type(optimizer_class).__name__}, and its options after it"
-        raise ValueError(f"optimizer_class is an object; pass {right}, such as lr=0.1")
+        right = f"the class {type(optimizer_class).__name__} and its options, as lr=0.1"
+        raise ValueError(f"optimizer_class is an optimizer; pass {right}")
     start = torch.linspace(-1, 1, 24, device=device)
     together, apart = [(0, 24, SHAPE)], [(0, CUT, (CUT,)), (CUT, 24, (24 - CUT,))]
     cannot = "step parts of a tensor"

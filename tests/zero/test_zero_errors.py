@@ -66,7 +66,7 @@ def constructions(odd: bool) -> dict:
             of=Adafactor
         ),
         "*LBFGS*differs from its step on the whole*": one(of=torch.optim.LBFGS),
-        "*optimizer_class is an object; pass the class Adagrad, and its options*": one(
+        "*optimizer_class is an optimizer; pass the class Adagrad and*": one(
             of=torch.optim.Adagrad(linear(3, 3))
         ),
         "*optimizer_class is 'AdamW'*not callable*": one(of="AdamW"),
