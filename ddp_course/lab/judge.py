@@ -94,7 +94,7 @@ TABLE = {
     "least": "sent {sent_bytes} bytes; {wanted_bytes} are enough. {hint}",
     "few": "called {called}; expected {wanted_called}.",
     "memory": "keeps {more} bytes from call to call, beside its arguments.",
-    "later": "changed the result of an earlier call: return a tensor of its own.",
+    "later": "changed the result of an earlier call: return {instead}.",
 }
 ALWAYS = "fits", "right", "kept", "in_place", "list"
 SHAPES = ((1,), (5,), (2, 3), (4, 1), (3, 2, 2), (11, 13))
@@ -213,6 +213,7 @@ class Case:
         words: dict[str, Any] = {name: shown(arg) for name, arg in self.args.items()}
         words |= {"got": shown(got), "wanted": shown(wanted), "form": form_of(wanted)}
         words["place"] = difference(got, wanted)
+        words["instead"] = "nothing" if self.nothing else "a tensor of its own"
         if changed:
             mine, right = self.after[changed], self.right[changed]
             words |= {"got_in_place": shown(mine), "wanted_in_place": shown(right)}

@@ -26,6 +26,9 @@ PLACES = [(p, p.topology) for it in CLUSTERS for p in Topology(*it).places()]
 PLACES += [
     (Topology(*it).place(rank), Topology(*it)) for it in LARGE for rank in LARGE[it]
 ]
+USE_ARGUMENTS = (
+    "Use the arguments: they can describe another rank than the calling one."
+)
 
 
 @exercise("global_rank", solution=solutions.global_rank)
@@ -49,8 +52,7 @@ def check_global_rank(answer: Answer) -> str:
         expect(everyones[rank] == rank, f"{says} {everyones[rank]!r}.")
         expect(
             everyones == [*range(6)],
-            f"{says} {everyones} for the six ranks of its cluster. Use the arguments: "
-            "they can describe another rank than the calling one.",
+            f"{says} {everyones} for the six ranks of its cluster. {USE_ARGUMENTS}",
         )
     return f"every rank of {SHAPES}, and RANK on 6 real ranks of a 2 x 3 cluster"
 
@@ -82,14 +84,23 @@ def check_peer_on_next_node(answer: Answer) -> str:
         expect_call(answer, p.rank, nnodes, size, returns=peer, because=why)
     hint = "Each rank sent its place to the peer that your function named."
     real = on_ranks(_exchange, answer, nnodes=3, nproc_per_node=2, hint=hint)
-    for rank, (got, wanted) in enumerate(real):
+    ring = [2, 3, 4, 5, 0, 1]
+    for rank, (got, wanted, peers) in enumerate(real):
         says = "received the place (node_rank, local_rank) ="
         expect(got == wanted, f"On real ranks, rank {rank} {says} {got}, not {wanted}.")
+        expect(
+            peers == ring,
+            f"On a real rank with RANK={rank} your function returned {peers} for the "
+            f"six ranks of its cluster; expected {ring}. {USE_ARGUMENTS}",
+        )
     return f"every rank of {SHAPES}, and a ring of messages around 3 real nodes"
 
 
-def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple]:
-    """Send this rank's place to the peer, and receive the peer's."""
+def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple, list]:
+    """Send this rank's place to the peer, and receive another's.
+
+    Returns what arrived, what should arrive, and the peers of all ranks.
+    """
     me = here()
     nnodes, size = me.topology.nnodes, me.topology.nproc_per_node
     mine = torch.tensor([me.node_rank, me.local_rank])
@@ -97,7 +108,8 @@ def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple]:
     sending = dist.isend(mine, peer_on_next_node(me.rank, nnodes, size))
     dist.recv(got)  # from any rank
     sending.wait()
-    return tuple(got.tolist()), ((me.node_rank - 1) % nnodes, me.local_rank)
+    peers = [peer_on_next_node(rank, nnodes, size) for rank in range(nnodes * size)]
+    return tuple(got.tolist()), ((me.node_rank - 1) % nnodes, me.local_rank), peers
 
 
 GROUP = {

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.chapters.ch02_collectives import solutions
-from ddp_course.lab.answers import Answer
+from ddp_course.lab.answers import Answer, on_ranks
 from ddp_course.lab.exercises import exercise, expect
 from ddp_course.lab.judge import Draw, same_on_ranks
+from ddp_course.lab.messages import watched
 
 # ---- swap --------------------------------------------------------------------------
 
@@ -21,6 +23,10 @@ SWAP = {
 }
 
 
+DEVICE = (
+    "In this last case PyTorch's default device is not that of `tensor`, as with GPUs. "
+    "Receive into a tensor on `tensor.device`: `torch.empty_like` returns one."
+)
 SHAPES = {2: (), 4: (50, 41)}  # {case: shape}; other cases draw one
 ORDERS = {  # {ranks: orders of them}; the 0th and 1st are peers, the 2nd and 3rd, ...
     2: [[0, 1]],
@@ -59,7 +65,15 @@ def check_swap(answer: Answer) -> str:
                 "swaps with one peer after another, the second may be faster than the "
                 "first. Receive from `peer`.",
             )
+    on_ranks(_with_another_default, answer, world_size=2, hint=DEVICE)
     return "on 2, 4 and 6 real ranks, in any pairs, no rank waits for ever"
+
+
+def _with_another_default(swap: Callable) -> None:
+    """Swap two tensors that are not on PyTorch's default device."""
+    tensor = torch.ones(2)
+    with torch.device("meta"), watched():
+        swap(tensor, 1 - dist.get_rank())
 
 
 def _pair(d: Draw) -> tuple[Tensor, int]:

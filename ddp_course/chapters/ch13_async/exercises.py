@@ -115,16 +115,32 @@ REPLAYS = LONG + 1 + len(SHORT)
 LR = 0.125, 0.5  # powers of two: lr times a gradient is exact, in any order
 
 
-@dataclass
+@dataclass(eq=False)
 class Gradients:
-    """The gradient function of workers with different data; it records its calls."""
+    """The gradient function of workers with different data; it records its calls.
+
+    Two are equal if they had the same calls, and nobody changed what they returned.
+    """
 
     calls: list[int] = field(default_factory=list)
+    # each gradient that was returned, and a copy of it
+    returned: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def __call__(self, worker: int, weights: Tensor) -> Tensor:
         """Return the gradient of `worker` at `weights`, and record the call."""
         self.calls.append(worker)
-        return (weights - worker / 3) * (1 + worker % 3) / 64
+        gradient = (weights - worker / 3) * (1 + worker % 3) / 64
+        self.returned.append((gradient, gradient.clone()))
+        return gradient
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the calls, and whether the returned gradients are unchanged."""
+        assert isinstance(other, Gradients)
+        return self.calls == other.calls and self.unchanged() == other.unchanged()
+
+    def unchanged(self) -> bool:
+        """Return whether all returned gradients have kept their numbers."""
+        return all(equal_values(*pair, exact=True) for pair in self.returned)
 
 
 @exercise("my_replay", solution=solutions.my_replay)
@@ -161,6 +177,11 @@ def _replayed(d: Draw) -> tuple[Record, Tensor, Gradients, float]:
 def wrong_calls(case: Case) -> str:
     """Name the workers of the requested gradients, and of the recorded pushes."""
     calls, wanted = case.after["gradient"].calls, case.right["gradient"].calls
+    if calls == wanted:
+        return (
+            "changed a gradient that `gradient` returned. It may be the same tensor as "
+            "the weights which it was given; leave it as it is."
+        )
     return (
         f"asked for gradients of the workers {shown(calls)}; the record has pushes of "
         f"{shown(wanted)}."

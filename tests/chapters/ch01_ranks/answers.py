@@ -99,6 +99,9 @@ ANSWERS = answers(
         if dist.is_initialized():
             return rank // nproc_per_node * nproc_per_node + (rank + 1) % nproc_per_node
         return solutions.peer_on_next_node(rank, nnodes, nproc_per_node)
+    rank_of_the_environment: can describe another rank than the calling one
+        rank = int(os.environ.get("RANK", rank))
+        return solutions.peer_on_next_node(rank, nnodes, nproc_per_node)
     """,
     node_group="""
     subgroups:

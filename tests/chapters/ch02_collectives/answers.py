@@ -153,6 +153,8 @@ ANSWERS = answers(
         return got.view(tensor.shape)
     with_dimensions_alone: IndexError
         return solutions.swap(tensor, peer) if tensor.dim() else tensor[0]
+    on_the_default_device: Receive into a tensor on `tensor.device`
+        empty_like(tensor) => zeros(tensor.shape, dtype=tensor.dtype)
     row_by_row: (1, 6)] is enough
         got = torch.empty_like(tensor)
         receiving = [dist.irecv(row, peer) for row in got]

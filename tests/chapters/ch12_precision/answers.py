@@ -144,6 +144,9 @@ ANSWERS = answers(
     pairs_that_shift: must match the size
         zip(parameters, masters, strict=True)
         => zip([p for p in parameters if p.grad is not None], masters, strict=False)
+    returns_both_lists: changed the result of an earlier call: return nothing
+        solutions.master_step(parameters, masters, lr)
+        return parameters, masters
     another_storage: gave `parameters` other memory
         parameter.data.copy_(master) => parameter.data = master.to(parameter.dtype)
     copies_in_other_memory: gave `masters` other memory

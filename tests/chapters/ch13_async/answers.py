@@ -151,6 +151,14 @@ ANSWERS = answers(
         weights.clone(), {} => weights, {}
     applied_twice: subtracted once
         lr * gradient => 2 * lr * gradient
+    scales_the_gradient_itself: changed a gradient that `gradient` returned
+        weights -= lr * gradient(worker, pulled[worker])
+        => weights -= gradient(worker, pulled[worker]).mul_(lr)
+    empties_the_gradient: changed a gradient that `gradient` returned
+        weights -= lr * gradient(worker, pulled[worker])
+        => g = gradient(worker, pulled[worker])
+        => weights -= lr * g
+        => g.zero_()
     the_last_is_forgotten: the record has pushes of
         in record: => in record[:-1]:
     in_the_order_of_workers: the record has pushes of
