@@ -29,11 +29,11 @@ passes its own hint, then the others:
     waited    on ranks, whether everything that was started has been waited for
 
 In each of the first cases both are called twice, the second time with other numbers in
-the same tensors. "sends" and "messages" cannot be combined with others that count
-calls; "collectives" stands for library, least and few. A hint is a text with facts in
-braces, or a function that takes a `Case` and returns a text, for well-known mistakes.
-The function returns "" for a result that differs from the solution's and is right all
-the same.
+the same tensors; in the first two also a third time, with new tensors. "sends" and
+"messages" cannot be combined with others that count calls; "collectives" stands for
+library, least and few. A hint is a text with facts in braces, or a function that takes
+a `Case` and returns a text, for well-known mistakes. The function returns "" for a
+result that differs from the solution's and is right all the same.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def same_as(
     for number in numbers:
         args = draw(Draw(number))
         passed = copied(args)
-        if number >= AGAIN:
+        if number // AGAIN == 1:
             passed = _refilled(before, args, results)
         case, _, _ = run_both(answer, solution, args, ["storage"], passed)
         before = passed
@@ -302,13 +302,14 @@ def same_on_ranks(
 
 
 def _numbers(cases: int, most: int = 20) -> list[int]:
-    """Return the numbers of all cases; each of the first `most` is drawn twice.
+    """Return the numbers of all cases; the first ones are drawn again.
 
     So a function that keeps something from call to call meets other numbers of the
-    same sizes, and in the same tensors.
+    same sizes: in the same tensors in each of the first `most` cases, and in new
+    tensors in the first two.
     """
-    numbers = range(cases)
-    return [n for k in numbers for n in ([k, k + AGAIN] if k < most else [k])]
+    times = [3 if k < 2 else 2 if k < most else 1 for k in range(cases)]
+    return [k + j * AGAIN for k in range(cases) for j in range(times[k])]
 
 
 def chosen(hints: Hints | None, compared: Sequence[str]) -> dict[str, Any]:
@@ -337,7 +338,7 @@ def _on_a_rank(
     for number in numbers:
         args = draw(Draw(number, rank, n))
         passed = copied(args)
-        if number >= AGAIN and "memory" not in watch:  # old memory may be freed
+        if number // AGAIN == 1 and "memory" not in watch:  # old memory may be freed
             passed = _refilled(before, args, results)
         case, facts, theirs = run_both(function, solution, args, watch, passed)
         before = passed

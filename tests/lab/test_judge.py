@@ -163,6 +163,17 @@ def test_a_function_that_computes_only_once_for_each_tensor():
         same_as(Answer("double", answer), answer, inputs)
 
 
+def test_a_function_that_keeps_a_part_of_the_first_tensor_of_each_shape():
+    def first_row(numbers, tensor):
+        return tensor[:1]
+
+    kept: dict = {}
+    wrong = Answer("first_row", lambda n, t: kept.setdefault(t.shape, t[:1]))
+    with pytest.raises(Hint, match="Called again, with other numbers of the same size"):
+        same_as(wrong, first_row, inputs, cases=2)
+    same_as(Answer("first_row", first_row), first_row, inputs, cases=2)
+
+
 def total(tensor: torch.Tensor) -> None:
     """The solution of the test below."""
     dist.all_reduce(tensor)

@@ -211,7 +211,7 @@ def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
 
 CONFIGS = (
     GPTConfig(vocab_size=40, block_size=16, n_layer=2, n_head=2, d_model=16),
-    GPTConfig(vocab_size=300, block_size=8, n_layer=1, n_head=1, d_model=24),
+    GPTConfig(vocab_size=300, block_size=8, n_layer=1, n_head=1, d_model=24, tied=True),
     GPTConfig(vocab_size=40, block_size=64, n_layer=3, n_head=8, d_model=16),
 )
 # In the last config one number per token makes some rows. The bytes of the most rows
@@ -229,7 +229,7 @@ BATCH = {
     "whole": "returned {shown}; expected a whole number, 0 if not even one row fits.",
     "fits": "says {got} rows, which do not fit: " + MEASURED + " {missing}",
     "all": "says {got} rows, but {rows} would fit: " + MEASURED + " Do you count "
-    "tensors that are not alive at the end of forward?",
+    "tensors that are not alive at the end of forward, or a tied matrix twice?",
 }
 
 

@@ -79,6 +79,8 @@ COPY = {
     "autograd hands the same tensor to both. Sum a copy of it.",
     "again": "has a wrong gradient of x after a second backward through the same "
     "graph (`retain_graph=True`): sum the gradient in each backward.",
+    "later": "has changed a gradient that an earlier backward returned, in one more "
+    "backward through the same graph: sum a new copy in each.",
     "summed": "has no right gradient of x in `copy_to_ranks(x, all_reduce).sum()`, "
     "where all numbers of the incoming gradient share one place in memory: sum a copy.",
     "without": "got an error or another tensor where x requires no gradient: return x "
@@ -159,7 +161,7 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
             facts |= {"numels": sum(sums.numels), "others": sums.others}
             facts["asked"] = n == 1 or sums.numels or sums.others
             facts["once"] = not sums.others and sums.numels in once
-            facts["own"] = len(set(called)) == len(called)
+            facts["own"] = sorted(called) == [*range(len(sums.numels))]
             facts["sum"] = n == 1 or not is_mean
             facts["copy"] = n == 1 or not equal(x.grad, right + (n - 1) * own)
             facts |= {"got": shown(x.grad), "wanted": shown(right)}
@@ -167,9 +169,16 @@ def _copies(copy: Callable) -> Iterator[dict[str, Any]]:
                 "right": equal(x.grad, right),
                 "beside": equal(b.grad, uses[rank]),
             }
+            [first] = torch.autograd.grad(
+                *(copied, x, torch.ones_like(x)),
+                retain_graph=True,
+                materialize_grads=True,  # zeros if copied does not lead back to x
+            )
+            before = first.clone()
             x.grad = None
             y.sum().backward()
             facts["again"] = equal(x.grad, right)
+            facts["later"] = equal(first, before)
             x.grad, once_more = None, partial(_sum_for, 0, [], sums)
             facts |= dict.fromkeys(("summed", "without", "frozen", "no_grad"), False)
             with suppress(RuntimeError):

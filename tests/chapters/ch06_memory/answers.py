@@ -186,6 +186,11 @@ ANSWERS = answers(
         + config.vocab_size =>
     plain_attention: not alive at the end of forward
         16 * c + 4 + config.n_head => 16 * c + 4 + config.n_head * (1 + t)
+    two_matrices_although_tied: a tied matrix twice
+        import dataclasses
+
+        config = dataclasses.replace(config, tied=False)
+        return solutions.largest_batch(config, memory)
     in_32_bits: would fit
         (memory - always) => ((memory - always) % 2**32)
     sixteen_bits: which do not fit

@@ -103,12 +103,20 @@ ANSWERS = answers(
         => total = x.clone(); all_reduce(total); return total / dist.get_world_size()
     sum_lost_in_a_copy: a strided x
         all_reduce(total) => all_reduce(total.contiguous())
-    one_buffer_for_all_copies: two copies of x
+    one_buffer_for_all_copies: that an earlier backward returned
         gradient.clone()
         => BUFFERS.setdefault(gradient.shape, gradient.clone()).copy_(gradient)
     all_reduce_of_the_last_call: of another call in backward
         all_reduce(total) => BUFFERS["sum"](total)
         return Copy.apply(x) => BUFFERS["sum"] = all_reduce; return Copy.apply(x)
+    all_reduce_of_the_first_call: of another call in backward
+        all_reduce(total) => BUFFERS["first"](total)
+        return Copy.apply(x)
+        => BUFFERS.setdefault("first", all_reduce); return Copy.apply(x)
+    one_buffer_for_each_copy: that an earlier backward returned
+        class Copy => buffer = torch.empty(x.shape, dtype=x.dtype)
+        => class Copy
+        gradient.clone() => buffer.copy_(gradient)
     summed_only_once: a second backward
         class Copy => calls = []
         => class Copy
