@@ -239,6 +239,19 @@ ANSWERS = answers(
         for w, g in zip(weights, gradients, strict=True):
             w.sub_(lr * shrink * g / scale)
         return True
+    one_message_of_two:
+        both = torch.zeros(2, dtype=torch.float64)
+        for g in gradients:
+            both[0] += (~g.isfinite()).sum()
+            both[1] += (g.nan_to_num().double() / scale).square().sum()
+        dist.all_reduce(both)
+        if both[0] > 0:
+            return False
+        norm = both[1].sqrt().item()
+        factor = max_norm / norm if norm > max_norm else 1.0
+        for w, g in zip(weights, gradients, strict=True):
+            w -= lr * factor * g / scale
+        return True
     one_row:
         row = torch.cat([torch.zeros(0), *(g.flatten() for g in gradients)]) / scale
         square = row.double().dot(row.double())
