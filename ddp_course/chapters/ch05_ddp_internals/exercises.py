@@ -204,6 +204,8 @@ LAUNCHES = {
     "may still change.",
     "once": "waited {waits} times for {buckets} buckets: also for buckets of an "
     "earlier backward. Forget their tensors and handles at the end.",
+    "unchanged": "changed a bucket's tensor after `launch` and before `wait()`, while "
+    "the ranks add it up. Divide before `launch`, or after `wait()`.",
     "same_weights": "has changed parameters; average only gradients.",
     "means": "has a gradient {got} after backward; the mean over the ranks is "
     "{wanted}{why}.",
@@ -247,7 +249,7 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
         bucket = _which_bucket(flat, buckets)
         events.append(("launch", bucket))
         _check_turn(events, bucket, MEMBERS[n])
-        return _Noting(ring_all_reduce(flat, async_op=True), bucket, events)
+        return _Noting(flat, bucket, events)
 
     def at_the_end(function: Callable[[], None]) -> None:
         def end() -> None:
@@ -276,14 +278,28 @@ def _use_mini_ddp(mini_ddp: Callable) -> list[dict[str, Any]]:
 
 
 class _Noting:
-    """A handle that records when it is waited for."""
+    """A handle that records when it is waited for, and earlier changes of `flat`.
 
-    def __init__(self, work: Any, bucket: int, events: list[tuple[str, int]]) -> None:
-        self.work, self.bucket, self.events = work, bucket, events
+    The ranks add up a copy, and the first `wait` writes the sum into `flat`. So what an
+    answer reads or writes before does not depend on how far the all-reduce has come.
+    """
+
+    def __init__(
+        self, flat: Tensor, bucket: int, events: list[tuple[str, int]]
+    ) -> None:
+        self.flat, self.bucket, self.events = flat.detach(), bucket, events
+        self.before, self.total = self.flat.clone(), self.flat.clone()
+        self.work = ring_all_reduce(self.total, async_op=True)
+        self.waited = False
 
     def wait(self) -> None:
         self.events.append(("wait", self.bucket))
         self.work.wait()
+        if not self.waited:
+            if not torch.equal(self.flat, self.before):
+                self.events.append(("change", self.bucket))
+            self.flat.copy_(self.total)
+        self.waited = True
 
 
 def _which_bucket(flat: Any, buckets: list[list[Tensor]]) -> int:
@@ -354,6 +370,7 @@ def _launches(
     first_end = events.index(("end", 0)) if ("end", 0) in events else len(events)
     facts["in_a_hook"] = all(what != "launch" for what, _ in events[first_end:])
     facts["goes_on"] = all(at > max(came) for at, _ in waits)
+    facts["unchanged"] = all(what != "change" for what, _ in events)
     return facts | {"waited": {k for _, k in waits} == {*every}}
 
 

@@ -195,6 +195,13 @@ ANSWERS = answers(
         ((flat, launch(flat))) => ((flat, launch(flat))); under_way[-1][1].wait()
     never_waits: did not wait for each bucket
         handle.wait() => pass
+    divides_while_under_way: after `launch` and before `wait()`
+        (flat / n) => flat
+        ((flat, launch(flat))) => ((flat, launch(flat))); flat /= n
+    reads_while_under_way: the mean over the ranks is
+        (flat / n) => flat
+        ((flat, launch(flat))) => ((flat, launch(flat)))
+        => under_way[-1] = flat / n, under_way[-1][1]
     only_one_step: launched 0 of 3 buckets
         missing[:] = full => missing[:] = [-1 for _ in full]
     not_copied_back: is the mean back in `grad` when backward returns?
