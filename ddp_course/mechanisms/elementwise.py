@@ -41,15 +41,15 @@ def check_elementwise(
     `options` are a parameter group's, `defaults` the optimizer's; `remedy` ends errors.
     With `whole_tensors` the parts are two tensors, and the whole is both together.
     """
-    if isinstance(optimizer_class, Optimizer):
-        right = f"the class {type(optimizer_class).__name__} and its options, as lr=0.1"
-        raise ValueError(f"optimizer_class is an optimizer; pass {right}")
+    if not callable(optimizer_class):
+        got = f"optimizer_class is an object of type {type(optimizer_class).__name__}"
+        raise ValueError(f"{got}; pass a class, such as AdamW, and then its options")
     start = torch.linspace(-1, 1, 24, device=device)
+    optimizer_class([{**options, "params": [nn.Parameter(start[None])]}], **defaults)
     together, apart = [(0, 24, SHAPE)], [(0, CUT, (CUT,)), (CUT, 24, (24 - CUT,))]
-    cannot = "step parts of a tensor"
+    cannot = "step parameters one by one" if whole_tensors else "step parts of a tensor"
     if whole_tensors:
         together = apart = [(0, 12, (2, 6)), (12, 24, (2, 6))]
-        cannot = "step parameters one by one"
 
     def stepped(*spans: tuple[int, int, tuple[int, ...]]) -> tuple[Tensor, Optimizer]:
         """Step the elements [first, last) of each span by one optimizer.

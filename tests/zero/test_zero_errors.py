@@ -66,12 +66,12 @@ def constructions(odd: bool) -> dict:
             of=Adafactor
         ),
         "*LBFGS*differs from its step on the whole*": one(of=torch.optim.LBFGS),
-        "*optimizer_class is an optimizer; pass the class Adagrad and*": one(
+        "*optimizer_class is an object of type Adagrad; pass a class*": one(
             of=torch.optim.Adagrad(linear(3, 3))
         ),
-        "*optimizer_class is 'AdamW'*not callable*": one(of="AdamW"),
-        "*Invalid learning rate: -1.0*": one(lr=-1.0),
-        "*unexpected keyword argument 'nonsense'*": one(nonsense=3),
+        "*optimizer_class is an object of type str; pass a class*": one(of="AdamW"),
+        "*0, 1, 2: Invalid learning rate: -1.0. Nothing*": one(lr=-1.0),
+        "*1, 2: SGD*unexpected keyword argument 'nonsense'. Nothing*": one(nonsense=3),
         "*bucket_cap_mb is 0; it must be*above 0*": one(bucket_cap_mb=0),
         "*buckets_in_flight is 0; it must be*": one(cls=Stage2, buckets_in_flight=0),
         "*flight is True; it*": one(cls=Stage2, buckets_in_flight=True),
