@@ -37,6 +37,13 @@ class SameStart:
         def check() -> None:
             check_module(model.module)
             check_one_by_one(model.optimizer)
+            groups = model.optimizer.param_groups
+            stepped = {p for group in groups for p in group["params"]}
+            if stepped.isdisjoint(model.module.parameters()):
+                raise ValueError(
+                    "the optimizer has none of the module's parameters; construct it "
+                    "with module.parameters()"
+                )
 
         agreed(check, self.group, **form_of(model.module, **self.form))
 

@@ -310,6 +310,8 @@ def refused() -> dict[str, str]:
     results["changed"] = raised(model, x)
     lbfgs = torch.optim.LBFGS(parameters)
     results["lbfgs"] = raised(ScheduledDataParallel, model.module, lbfgs)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    results["another's"] = raised(ScheduledDataParallel, model.module, other)
     differ = priority(16 + 16 * dist.get_rank())
     results["differ"] = raised(wrapped, policy=differ)
     model = run(wrapped(), 3)
@@ -428,6 +430,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
             "copy": "cannot be copied or pickled",
             "changed": "layers.1.weight was changed while a step was due",
             "lbfgs": "LBFGS cannot step parameters one by one",
+            "another's": "the optimizer has none of the module's parameters",
             "differ": "the ranks differ. argument policy",
             "went on": "forwards and backwards that ended in an error: 0 on rank 0",
             "disagree": "the ranks make different calls",
