@@ -83,6 +83,11 @@ class Server:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.endpoint, self.envelopes = Endpoint(group), Endpoint(group, ())
+        if not hasattr(optimizer, "param_groups"):
+            raise ValueError(
+                f"optimizer is {optimizer!r}; it must be an optimizer of params, such "
+                "as torch.optim.SGD(params, lr=0.1)"
+            )
         everybody = set(range(self.endpoint.size)) - {self.endpoint.rank}
         self.workers = sorted(everybody if workers is None else workers)
         self.row, self.optimizer = ParameterRow(params), optimizer

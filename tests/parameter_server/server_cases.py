@@ -134,6 +134,7 @@ def cannot_work() -> list[str]:
         return [
             said(ValueError, Worker, params),
             said(ValueError, Server, params, optimizer, "synchronous"),
+            said(ValueError, Server, params, torch.optim.SGD),
         ]
     return [
         said(ValueError, Worker, params, server=5),
