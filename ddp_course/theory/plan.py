@@ -195,6 +195,9 @@ def plan(
     Source: Rajbhandari et al. 2020, sections 5 and 7; for offload Ren et al. 2021,
     "ZeRO-Offload", and FSDP's CPUOffloadPolicy. Chapters 07 and 08.
     """
+    if not isinstance(model, Model):
+        must = 'it must be a Model, such as theory.MODELS["gpt2-xl"]'
+        raise ValueError(f"model is {model!r}; {must}")
     check_count("gpus", gpus)
     _check_bytes("memory", memory)
     if bandwidth is not None:

@@ -128,6 +128,8 @@ def test_a_small_model_is_padded_on_many_gpus_and_yet_fits_on_a_few(
 test_bad_input_is_named = refused(
     (lambda: Model(10, layers=2), "layers is 2 and hidden 0; set both or neither"),
     (lambda: Model(10, layers=2, hidden=8), "more than the model's 10"),
+    (lambda: plan("gpt2-xl", 8, GB), "model is 'gpt2-xl'; it must be a Model, such as"),
+    (lambda: fewest_gpus("gpt2-xl", GB), "model is 'gpt2-xl'"),
     (lambda: plan(PAPER, 8, memory=24), "memory is 24, in bytes; .* .24 GB are 24e9"),
     (lambda: fewest_gpus(PAPER, memory=24), "memory is 24, in bytes"),
     (lambda: plan(PAPER, 1, GB, bandwidth=50), "bandwidth is 50, in bytes"),
