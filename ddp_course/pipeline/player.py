@@ -74,8 +74,8 @@ class Costs:
             cost, stage = getattr(self, op), action.stage
             if isinstance(cost, Sequence):
                 if stage >= len(cost):
-                    had = f"{op} has {len(cost)} costs"
-                    raise ValueError(f"{had}; there is a stage {stage}")
+                    had = f"{op} has {len(cost)} costs, and there is a stage {stage}"
+                    raise ValueError(f"{had}; it must have one for each stage")
                 cost = cost[stage]
             total += cost
         return total

@@ -114,7 +114,7 @@ test_costs_say_what_is_wrong = refused(
     (lambda: Costs(F=0, I=0, W=0), "F, I and W are all 0"),
     (
         lambda: simulate_schedule(gpipe(3, 2), Costs(F=[1, 2])),
-        "F has 2 costs; there is a stage",
+        "F has 2 costs, and there is a stage 2; it must have one for each",
     ),
 )
 
