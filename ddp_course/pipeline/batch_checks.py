@@ -22,7 +22,7 @@ from ddp_course.mechanisms.agreement import agreed, describe, kind_of
 from ddp_course.mechanisms.placements import device_of
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
-MODES = "to train, call step(x, y), to evaluate, pipeline(x, y) under torch.no_grad()"
+MODES = "to train, call step(x, y); to evaluate, pipeline(x, y) under torch.no_grad()"
 
 
 class SameBatch:

@@ -172,7 +172,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "numbers": "the ranks differ. x is int64 [8, 5] with digest",
         "long": "x has shape (8, 45); it must be (B, T) with B >= 1 and T from 1 to",
         "token": "y holds the token -9",
-        "called": "the loss of a call has no gradients: to train, call step(x, y), to",
+        "called": "the loss of a call has no gradients: to train, call step(x, y); to",
         "columns": "y is int64 [8, 2]; it must be [8, 5], as x is",
         "no gradients": "gradients are switched off, and step needs them",
         "norm": "1 is a BatchNorm1d in training: its mean would be a microbatch's, not",
