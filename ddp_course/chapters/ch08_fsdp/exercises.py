@@ -165,12 +165,14 @@ def _each_unit(
 
 WIDTHS = (8, 12, 12, 12)  # two of the three layers are square, and of equal shape
 ROWS = 3
-LAYERS = (  # (description, dtype, frozen tensor, number of backward passes)
-    ("with three layers", torch.float32, "", 1),
-    ("with three layers of float64 and a strided x, twice", torch.float64, "", 2),
-    ("with an x that is frozen", torch.float32, "x", 1),
-    ("with a first shard that is frozen", torch.float32, "shard", 1),
-    ("with an x of one row", torch.float32, "", 1),
+LAYERS = (  # (description, dtype, frozen tensor, forward passes, backwards of each)
+    ("with three layers", torch.float32, "", 1, 1),
+    ("with three layers of float64 and a strided x, twice", torch.float64, "", 2, 1),
+    ("with an x that is frozen", torch.float32, "x", 1, 1),
+    ("with a first shard that is frozen", torch.float32, "shard", 1, 1),
+    ("with an x of one row", torch.float32, "", 1, 1),
+    ("with an x that on the last rank has no rows", torch.float32, "", 1, 1),
+    ("with one forward and two backwards", torch.float32, "", 1, 2),
 )
 LINEAR = {
     "tensor": "got {got} from your function, no tensor.",
@@ -186,7 +188,7 @@ LINEAR = {
     "copy": "has {more} bytes more than the outputs alive after forward; the smallest "
     "whole weight has {least}. Which variable keeps a copy of a weight?",
     "gathers": "gathered {gathered} times in forward and {again} times in backward; "
-    "expected three times and three times, once for each layer.",
+    "expected three times in forward and in each backward, once for each layer.",
     "x": "has a wrong gradient of x: it is grad @ weight, and the layers before this "
     "one need it.",
     "reduces": "called reduce_scatter {reduced} times; expected once for each layer "
@@ -194,6 +196,8 @@ LINEAR = {
     "frozen": "has a gradient of a frozen tensor.",
     "mean": "has a wrong gradient of the shard of layer {layer}: {why}.",
     "left": "has {left_over} bytes of gathered weights alive after backward.",
+    "gradient_kept": "has changed the gradient that its `backward` was given; another "
+    "part of a model may need it, too. Divide a tensor of your own.",
     "untouched": "has a changed shard: your function must not change it.",
     "ours": "called `{others}` of PyTorch; `gather` and `reduce_scatter` are enough.",
 }
@@ -211,7 +215,7 @@ def check_sharded_linear(answer: Answer) -> str:
     """
     hint = (
         "Write a torch.autograd.Function that saves x and the shard. Every rank "
-        "gathers and reduces, also one whose x is zero."
+        "gathers and reduces, also one whose x is zero or has no rows."
     )
     judge_ranks(LINEAR, _all_layers, answer, hint=hint)
     return (
@@ -255,7 +259,12 @@ class _Tools:
 
 
 def _three_layers(
-    sharded_linear: Callable, case: str, dtype: torch.dtype, frozen: str, passes: int
+    sharded_linear: Callable,
+    case: str,
+    dtype: torch.dtype,
+    frozen: str,
+    passes: int,
+    backwards: int,
 ) -> dict[str, Any]:
     """Run three layers forward and backward; record the tensors kept in between."""
     rank, n, tools = dist.get_rank(), dist.get_world_size(), _Tools()
@@ -265,6 +274,8 @@ def _three_layers(
     inputs = [_numbers(9 + r, dtype, rows, WIDTHS[0]) for r in range(n)]
     if "strided" in case:
         inputs = [one.T.contiguous().T for one in inputs]
+    if "no rows" in case:
+        inputs[-1] = inputs[-1][:0]
     if frozen == "x" and n > 1:  # the last rank has nothing but zeros
         inputs[-1] = torch.zeros(ROWS, WIDTHS[0], dtype=dtype)
     shards = [w.detach().chunk(n)[rank].clone().requires_grad_() for w in weights]
@@ -294,13 +305,17 @@ def _three_layers(
         facts["gathered"] = tools.gathers - gathers
         if not hidden.requires_grad:
             return facts | {"way_back": False}
+        gradient = _gradient(hidden)
+        given = gradient.clone()
         with TorchCollectives() as torch_log:
-            _loss(hidden).backward()
+            for k in range(backwards):
+                hidden.backward(gradient, retain_graph=k < backwards - 1)
         facts["again"] = tools.gathers - gathers - facts["gathered"]
     for whole in inputs:
         whole.requires_grad_()
-        for _ in range(passes):
-            _loss(_together(whole, weights)).backward()
+        for _ in range(passes * backwards):
+            hidden_here = _together(whole, weights)
+            hidden_here.backward(_gradient(hidden_here))
     wholes = {tuple(w.shape) for w in weights} | {tuple(w.T.shape) for w in weights}
     large = [shape for shape in saved if n > 1 and shape in wholes]
     others = [*before_backward.calls, *torch_log.calls]
@@ -312,11 +327,13 @@ def _three_layers(
     facts |= {"copy": n == 1 or facts["more"] < least, "least": least}
     facts |= {"left": left == 0, "left_over": left, "reduced": tools.reduces}
     facts |= {
-        "gathers": bool(frozen) or (facts["gathered"], facts["again"]) == (3, 3),
+        "gathers": bool(frozen)
+        or (facts["gathered"], facts["again"]) == (3, 3 * backwards),
         "x": frozen == "x" or equal_values(x.grad, inputs[rank].grad),
-        "reduces": bool(frozen) or tools.reduces == 3 * passes,
+        "reduces": bool(frozen) or tools.reduces == 3 * passes * backwards,
         "frozen": (x if frozen == "x" else shards[0]).grad is None or not frozen,
         "mean": True,
+        "gradient_kept": torch.equal(gradient, given),
         "untouched": all(map(torch.equal, shards, (w.chunk(n)[rank] for w in weights))),
         "ours": not others,
         "others": others[0].op if others else "",
@@ -328,7 +345,7 @@ def _three_layers(
             why = "this is the sum over the ranks; divide by their number"
             if not sums:
                 why = "expected the mean of all ranks' gradients of this rank's shard"
-            if passes > 1 and not sums:
+            if passes * backwards > 1 and not sums:
                 why += ", and a second backward adds to it"
             return facts | {"mean": False, "layer": k, "why": why}
     return facts
@@ -341,9 +358,11 @@ def _together(x: Tensor, weights: list[Tensor]) -> Tensor:
     return x
 
 
-def _loss(hidden: Tensor) -> Tensor:
-    """Return a loss; the gradient of one row is a number that is expanded."""
-    return hidden.sum() if len(hidden) == 1 else hidden.square().sum()
+def _gradient(hidden: Tensor) -> Tensor:
+    """Return a gradient of `hidden`; for one row it is a number that is expanded."""
+    if len(hidden) == 1:
+        return hidden.new_ones(()).expand_as(hidden)
+    return 2 * hidden.detach()
 
 
 # ---- ranks_needed ------------------------------------------------------------------

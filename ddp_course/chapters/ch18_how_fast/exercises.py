@@ -153,7 +153,9 @@ def check_my_straggler(answer: Answer) -> str:
 
 
 def _starts(d: Draw) -> tuple[list[list[float]]]:
-    """Return starts for which only one rank is the right answer."""
+    """Return starts for which one rank is the right answer, or (once) every rank."""
+    if d.case == 58:  # nobody costs anything: every rank is right
+        return ([[2.0, 2.0, 1.0], [5.0, 4.0, 5.0]],)
     while True:
         rows = _late_ranks(d)
         worst, _ = solutions.my_straggler(rows)
@@ -183,7 +185,8 @@ def _late_ranks(d: Draw) -> list[list[float]]:
             row[row.index(max(row))] += 1
         if d.case % 3 == 2 and k == 0:  # two ranks come last together
             row[(late + 1) % ranks] = max(row)
-        rows.append([zero + x / (4096 if d.case % 2 else 8) for x in row])
+        ticks = (8, 4096, 8, 2**20)[d.case % 4]  # the last ones are microseconds
+        rows.append([zero + x / ticks for x in row])
     return rows
 
 
@@ -193,12 +196,18 @@ def _about_straggler(case: Case) -> str:
     if not isinstance(got, (tuple, list)) or len(got) != 2:
         return f"{found}: a rank and seconds."
     rank, seconds = wanted
+    if seconds == 0:
+        if got[0] in range(len(starts[0])) and got[1] == 0:
+            return ""
+        return f"{found}: if nobody costs anything, any rank will do, with 0 seconds."
     if [*got] == [seconds, rank]:
         return f"{found}: the rank, then the seconds."
     if [*got] == [rank + 1, seconds]:
         return f"{found}: ranks count from 0."
     if got[1] == round(seconds, 3) != seconds:
-        return f"{found}: do not round."
+        return f"{found}: do not round; microseconds count, too."
+    if got[1] < seconds < 1e-3:
+        return f"{found}: microseconds count, too."
     if got[1] > seconds and any(row.count(max(row)) > 1 for row in starts):
         return f"{found}: ranks that come last together cost nothing."
     if got[0] == wanted[0]:

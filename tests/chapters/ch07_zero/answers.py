@@ -259,6 +259,10 @@ ANSWERS = answers(
         squares.sqrt().item() => squares.item()
     the_mean_of_squares: the root of the sum of all squares
         squares.sqrt().item() => (squares / dist.get_world_size()).sqrt().item()
+    norm_of_32_bits: returned `inf`; the norm of all
+        return norm => return torch.tensor(norm, dtype=torch.float32).item()
+    a_hundredth_is_nothing: a norm just above `max_norm`
+        norm > max_norm => norm > 1.01 * max_norm
     no_root: the root of the sum of all squares
         squares.sqrt().item() => squares.item()
     scaled_up_too: none if the norm is small enough

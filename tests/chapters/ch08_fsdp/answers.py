@@ -247,9 +247,24 @@ ANSWERS = answers(
         return x @ torch.cat(parts).T
     one_row_squeezed: of a 0-d tensor
         return Linear.apply(x, shard) => return Linear.apply(x, shard).squeeze()
-    scales_the_gradient_in_place: more than one element of the written-to tensor
+    scales_the_gradient_in_place: changed the gradient that its `backward`
         reduce_scatter(grad.T @ x) / world_size
         => reduce_scatter(grad.div_(world_size).T @ x)
+    scales_a_contiguous_gradient: changed the gradient that its `backward`
+        reduce_scatter(grad.T @ x) / world_size
+        => reduce_scatter(grad.contiguous().div_(world_size).T @ x)
+    scales_the_gradient_and_back: more than one element of the written-to tensor
+        return grad_x, reduce_scatter(grad.T @ x) / world_size
+        => own = reduce_scatter(grad.div_(world_size).T @ x)
+        => grad.mul_(world_size)
+        => return grad_x, own
+    silent_without_rows: or has no rows
+        return grad_x, => if len(x) == 0:
+        =>     return grad_x, torch.zeros_like(shard)
+        => return grad_x,
+    frees_x_after_one_backward: no attribute 'kept'
+        ctx.save_for_backward(x, shard) => ctx.kept = x, shard
+        x, shard = ctx.saved_tensors => x, shard = ctx.kept; del ctx.kept
     """,
     ranks_needed="""
     ranks_by_halving:

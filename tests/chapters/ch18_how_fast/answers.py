@@ -139,6 +139,9 @@ ANSWERS = answers(
         last = np.argmax(np.array(starts), axis=1)
         cost = np.bincount(last, times[:, -1] - times[:, -2], minlength=len(starts[0]))
         return int(cost.argmax()), float(cost.max())
+    the_last_one_of_equals:
+        rank, seconds = solutions.my_straggler([row[::-1] for row in starts])
+        return len(starts[0]) - 1 - rank, seconds
     straggler_by_a_dictionary:
         cost = {}
         for row in starts:
@@ -153,6 +156,21 @@ ANSWERS = answers(
     in_float32: expected
         for times in starts: => for times in starts:
         =>     times = np.float32(times).tolist()
+    only_ranks_that_cost: raised `ValueError: max()
+        cost = {}
+        for row in starts:
+            *_, second, last = sorted(row)
+            if last > second:
+                rank = row.index(last)
+                cost[rank] = cost.get(rank, 0.0) + last - second
+        rank = max(cost, key=cost.get)
+        return rank, cost[rank]
+    nobody_is_no_rank: any rank will do
+        rank, seconds = solutions.my_straggler(starts)
+        return (rank, seconds) if seconds else (-1, 0.0)
+    microseconds_are_together: microseconds count, too
+        cost[times.index(last)] += last - second
+        => cost[times.index(last)] += last - second if last - second > 1e-5 else 0
     most_often_last: seconds count, not how often
         last = [row.index(max(row)) for row in starts]
         worst = max(range(len(starts[0])), key=last.count)
