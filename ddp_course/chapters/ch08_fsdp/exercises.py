@@ -306,7 +306,7 @@ def _three_layers(
         if not hidden.requires_grad:
             return facts | {"way_back": False}
         gradient = _gradient(hidden)
-        given = gradient.clone()
+        unchanged = gradient.clone()
         with TorchCollectives() as torch_log:
             for k in range(backwards):
                 hidden.backward(gradient, retain_graph=k < backwards - 1)
@@ -333,7 +333,7 @@ def _three_layers(
         "reduces": bool(frozen) or tools.reduces == 3 * passes * backwards,
         "frozen": (x if frozen == "x" else shards[0]).grad is None or not frozen,
         "mean": True,
-        "gradient_kept": torch.equal(gradient, given),
+        "gradient_kept": torch.equal(gradient, unchanged),
         "untouched": all(map(torch.equal, shards, (w.chunk(n)[rank] for w in weights))),
         "ours": not others,
         "others": others[0].op if others else "",
