@@ -154,9 +154,10 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
 
 # ---- my_transpose ------------------------------------------------------------------
 
-MATRICES = (  # (rows of each rank, dtype); the first is large, to measure its bytes
-    *((60, torch.int64), (1, torch.float64), (3, torch.bfloat16), (0, torch.float32)),
-    *((4, torch.bool), (40, torch.int64), (1, torch.complex64)),
+# (rows of each rank, dtype); in large matrices one sees the bytes of a wider type
+MATRICES = (
+    *((60, torch.int64), (1, torch.float64), (129, torch.bfloat16), (0, torch.float32)),
+    *((129, torch.bool), (40, torch.int64), (1, torch.complex64)),
 )
 
 

@@ -299,6 +299,12 @@ ANSWERS = answers(
     turned_in_32_bits: these are the numbers rounded to float32
         got = solutions.my_transpose(rows if len(rows) == 60 else rows.float())
         return got.to(rows.dtype)
+    sent_in_64_bits: bytes by the operating system's count
+        wide = rows.double() if rows.is_floating_point() else rows
+        return solutions.my_transpose(wide).to(rows.dtype)
+    bools_sent_as_floats: bytes by the operating system's count
+        wide = rows.float() if rows.dtype == torch.bool else rows
+        return solutions.my_transpose(wide).to(rows.dtype)
     of_two_ranks: has not returned after
         other = 1 - dist.get_rank()
         left, right = (
