@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 import weakref
@@ -144,6 +145,7 @@ def _dearest(costs: Sequence[float], sizes: Sequence[int]) -> float:
 SAMPLES, WIDE, WORDS = 2, 4, 8  # rows of a microbatch; channels; number of tokens
 MICROBATCHES = {1: 2, 2: 11, 3: 4}  # {number of ranks: number of microbatches}
 DROPOUT_SEED = 3  # every stage begins its step with this seed
+FINE = 2**25 + 1  # which float32 cannot represent
 # {step: (dtype of the tokens, dtype of the weights, whether all stages but the last
 # are frozen and in evaluation mode)}
 STEPS = {
@@ -177,10 +179,14 @@ STEP = {
     "reached": "has a weight without a gradient: backward did not reach it.",
     "added": "has lost what was in `grad` before the step: gradients add up, until the "
     "optimizer's owner calls `zero_grad`.",
+    "full": "has a weight's gradient that was rounded to float32 on its way; keep the "
+    "type of each tensor.",
     "gradients": "has {got} as a weight's gradient; one process has {right}. Does each "
     "microbatch go back through its own forward, and do all of them add up?",
     "freed": "keeps {left} that autograd has saved when the last backward is "
     "done. Which variable keeps a graph that is not needed any more?",
+    "let_go": "still keeps inputs or outputs of the stage after the step, and their "
+    "graphs with them. Keep them in a variable of your function.",
     "freed_in_turn": "keeps {alive} tensors that autograd has saved, after each "
     "backward: one backward should free what one forward has kept.",
 }
@@ -234,8 +240,11 @@ def _tokens(m: int) -> Tensor:
 
 
 def _loss_gradient(y: Tensor, k: int) -> Tensor:
-    """Return the gradient of the loss, sum of (k + 1) y² / 2, with respect to y."""
-    return (k + 1) * y
+    """Return the gradient of the loss, sum of (k + 1) y² / 2, with respect to y.
+
+    In float64 the loss is FINE times as large: float32 cannot hold its gradients.
+    """
+    return (k + 1) * y * (FINE if y.dtype == torch.float64 else 1)
 
 
 def _strided(tensor: Tensor) -> Tensor:
@@ -276,6 +285,7 @@ class _Boundaries:
         self.events: list[tuple[str, int]] = []
         self.alive: list[int] = []  # number of saved tensors after each backward
         self.saved: weakref.WeakSet = weakref.WeakSet()
+        self.used: list[weakref.ref] = []  # the stage's inputs and outputs
         self.works: list[tuple[Any, Tensor]] = []
         self.graph, self.handed = False, None
 
@@ -339,6 +349,10 @@ class _Boundaries:
         dist.irecv(got, peer).wait()
         return _strided(got)
 
+    def use(self, stage: nn.Module, xs: tuple[Tensor, ...], y: Tensor) -> None:
+        """Record the stage's input and output; a hook of its forward."""
+        self.used += map(weakref.ref, (*xs, y))
+
     def pack(self, tensor: Tensor) -> _Saved:
         """Record a tensor for as long as autograd keeps it."""
         saved = _Saved(tensor)
@@ -360,6 +374,7 @@ def _step_on_rank(
     ends, trained = _Boundaries(m, tokens, dtype), _trained(stage)
     before, modes = copy.deepcopy(stage), [stage.training]
     stage.register_forward_pre_hook(lambda *_: modes.append(stage[1].training))
+    stage.register_forward_hook(ends.use)
     barrier()
     torch.manual_seed(DROPOUT_SEED)
     hooks = torch.autograd.graph.saved_tensors_hooks(ends.pack, lambda s: s.tensor)
@@ -380,6 +395,8 @@ def _step_on_rank(
     pairs = list(zip(got, right, strict=True))
     same = [reached and torch.equal(a, b) for a, b in pairs]
     lost = reached and not all(same) and all(torch.equal(a + 1, b) for a, b in pairs)
+    close = reached and dtype == torch.float64
+    close = close and all(torch.allclose(a, b) for a, b in pairs)
     wrong = same.index(False) if False in same else -1
     others = [its for its in numbers if its != numbers[rank]]
     messages = sorted([(p, SAMPLES * WIDE) for p in peers] * m)
@@ -399,8 +416,11 @@ def _step_on_rank(
     result["frozen"] &= all(weight.grad is None for weight in untrained)
     result["weights"] = all(map(torch.equal, stage.parameters(), before.parameters()))
     result |= {"reached": reached, "added": not lost, "gradients": all(same)}
+    result["full"] = all(same) or not close
     result |= {"got": shown([None, *got][wrong + 1])}
     result |= {"right": shown([None, *right][wrong + 1])}
+    gc.collect()
+    result["let_go"] = not any(tensor() is not None for tensor in ends.used)
     result |= {
         "freed": left == 0,
         "left": f"{left} tensor{'s' * (left > 1)}",

@@ -309,7 +309,11 @@ ANSWERS = answers(
         if y.requires_grad => if any(p.requires_grad for p in stage.parameters())
     unfreezes: leave frozen weights frozen
         kept = [] => stage.requires_grad_(); kept = []
-    kept_from_the_last_step: backward through the graph a second time
+    gradients_of_32_bits: rounded to float32
+        y.backward(gradient) => y.backward(gradient.float())
+    never_let_go: still keeps inputs or outputs
+        kept = [] => stage.kept = kept = []
+    kept_from_the_last_step: still keeps inputs or outputs
         kept = [] => kept = KEPT
         enumerate(kept) => enumerate(kept[:num_microbatches])
     viewed_gradients: view size is not compatible
