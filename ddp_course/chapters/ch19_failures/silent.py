@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.data import load_corpus, shard
+from ddp_course.data_parallel import FlatDistributedDataParallel
 from ddp_course.failures.digests import digest, gather_digests
 from ddp_course.model import GPTConfig, build_gpt
 
@@ -50,29 +51,27 @@ def silent_run(
     model, run = build_gpt(CONFIG), SilentRun([], {}, {})
     if state is not None:
         model.load_state_dict(state)
+    parallel = FlatDistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, batch in enumerate(batches):
         if step % EVERY == 0:
             run.digests[step] = gather_digests(model.parameters())
             run.states[step] = {k: v.clone() for k, v in model.state_dict().items()}
         x, y = load_corpus().batch(batch, ROWS, CONFIG.block_size)
-        loss = model(shard(x, rank, n), shard(y, rank, n))[1]
+        loss = parallel(shard(x, rank, n), shard(y, rank, n))[1]
         optimizer.zero_grad()
-        loss.backward()
         wrong = step == WRONG_STEP
-        if wrong and fault == "wrong gradient" and rank == 1:
-            for p in model.parameters():
-                p.grad *= 256
-        for tensor in (loss.detach(), *(p.grad for p in model.parameters())):
-            dist.all_reduce(tensor)
-            tensor /= n
+        factor = 256 if wrong and fault == "wrong gradient" and rank == 1 else 1
+        (factor * loss).backward()
         if step >= WRONG_STEP and fault == "drift" and rank == 2:
             for p in model.parameters():
                 p.grad *= 1 + 1e-6
         optimizer.step()
         if wrong and fault == "flipped bit" and rank == 1:
             flip_bit(model.blocks[0].mlp.up.weight, 100, 20)
-        run.losses.append(loss.item())
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        run.losses.append(mean.item() / n)
     run.digests[len(batches)] = gather_digests(model.parameters())
     return run
 
