@@ -5,8 +5,6 @@ from __future__ import annotations
 import pickle
 import queue
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.flight_recorder import fr_trace
 
 from ddp_course.launch import RankReport, spawn
 
@@ -164,12 +163,7 @@ def analyse(folder: Path) -> list[str]:
     For a mismatch `torchfrtrace` also names a culprit, which is not returned: it is any
     rank that differs from the first one that was read, so not always the odd one.
     """
-    program = "torch.distributed.flight_recorder.fr_trace"
-    run = subprocess.run(
-        [sys.executable, "-m", program, str(folder), "-p", "rank_"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    options = {"world_size": 1, "init": False, "check": False, "output": "none"}
+    [run] = spawn(fr_trace.main, [str(folder), "-p", "rank_"], **options)
     words = r"missing ranks: \{.*?\}|[A-Z_]+_MISMATCH"
-    return sorted(set(re.findall(words, run.stdout + run.stderr)))
+    return sorted(set(re.findall(words, run.output + run.stderr)))
