@@ -33,14 +33,14 @@ def counted_flops(
     model = build_gpt(config)
     if recomputed:
         recompute_blocks(model)
-    x = torch.zeros(2, config.block_size, dtype=torch.int64)
+    x = torch.zeros(1, config.block_size, dtype=torch.int64)
     kernel = nullcontext() if fused else sdpa_kernel(SDPBackend.MATH)
     with FlopCounterMode(display=False) as counter, kernel:
         model(x, x.clone())[1].backward()
     return counter.get_total_flops() / x.numel()
 
 
-def seconds_of(function: Callable[[], object], times: int = 5) -> float:
+def seconds_of(function: Callable[[], object], times: int = 3) -> float:
     """Return the least processor time of `times` calls, in seconds, after a warm-up.
 
     Only this thread's time counts, not that of other processes on the same core.
@@ -152,7 +152,7 @@ def training_speed(
 # ---- steps that compute --------------------------------------------------------------
 
 WIDE = GPTConfig(block_size=256, n_layer=4, n_head=8, d_model=512)
-ROWS = 8  # rows of each rank, in one microbatch
+ROWS = 4  # rows of each rank, in one microbatch
 
 
 def foreseen_seconds(machine: Machine, link: float, ranks: int) -> float:
@@ -174,7 +174,7 @@ def foreseen_seconds(machine: Machine, link: float, ranks: int) -> float:
     ).seconds
 
 
-def real_step(times: int = 3) -> tuple[float, float]:
+def real_step(times: int = 2) -> tuple[float, float]:
     """Return the least processor seconds of a step of `WIDE`, and bytes/s of the link.
 
     Called by one rank or two. The step computes, averages its gradients as PyTorch's
