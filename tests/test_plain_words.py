@@ -212,7 +212,8 @@ def test_a_class_name_has_one_meaning():
         for path, where in FILES.items()
         if where.removesuffix(".py").split("/")[0] in low
     }
-    assert double_meanings(sources) == {}
+    twice = double_meanings(sources)
+    assert twice == {}, f"two classes of one name; rename one: {twice}"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ A right answer has no words, and most often another body than the solution:
     never_ends: have not returned after
 
 `the_sum` and the next one exchange `old => new`, where lines that begin with `=>` go on
-with the new text; then come another body, and, with nothing below it, a function of the
-file.
+with the new text. Exchanges are made in order, each in the text that the one before has
+left. Then come another body, and, with nothing below it, a function of the file.
 """
 
 import ast
