@@ -28,6 +28,7 @@ DEVICE = (
     "Receive into a tensor on `tensor.device`: `torch.empty_like` returns one."
 )
 SHAPES = {2: (), 4: (50, 41)}  # {case: shape}; other cases draw one
+KINDS = {6: torch.bool, 7: torch.complex64}  # {case: type}; other cases draw one
 ORDERS = {  # {ranks: orders of them}; the 0th and 1st are peers, the 2nd and 3rd, ...
     2: [[0, 1]],
     4: [[0, 2, 1, 3], [0, 1, 2, 3], [0, 3, 1, 2]],  # each pair that there is
@@ -49,7 +50,7 @@ def check_swap(answer: Answer) -> str:
         "Of two peers exactly one must send first, whichever ranks they are: both must "
         "know without a message which of them it is."
     )
-    for worlds, cases in (((2, 4), 6), ((6,), 1)):
+    for worlds, cases in (((2, 4), 8), ((6,), 1)):
         real = same_on_ranks(
             *(answer, solutions.swap, _pair),
             worlds=worlds,
@@ -79,7 +80,9 @@ def _with_another_default(swap: Callable) -> None:
 def _pair(d: Draw) -> tuple[Tensor, int]:
     orders = ORDERS[d.n]
     order = orders[d.case % len(orders)]
-    return d.tensor(SHAPES.get(d.case)), order[order.index(d.rank) ^ 1]
+    tensor = d.tensor(SHAPES.get(d.case), KINDS.get(d.case))
+    tensor = tensor * (1 - 2j) if tensor.is_complex() else tensor
+    return tensor, order[order.index(d.rank) ^ 1]
 
 
 # ---- my_broadcast ------------------------------------------------------------------

@@ -232,7 +232,7 @@ def check_row_linear(answer: Answer) -> str:
     hint = "Each rank has one summand of every output. How often is the bias added?"
     judge_ranks(ROW, _rows, answer, hint=hint)
     return (
-        "1, 2 and 3 real ranks, seven sizes, a bias of zeros: output and all gradients "
+        "1, 2 and 3 real ranks, eight sizes, a bias of zeros: output and all gradients "
         "as in one process, the bias once and trained on every rank, one all-reduce"
     )
 
@@ -260,6 +260,7 @@ ROW_CASES = (  # name, shape without the channels, channels of the output, dtype
     ("one channel", (1,), 1, torch.float32),
     ("one token", (), 3, torch.float32),
     ("a bias of zeros", (6,), 3, torch.float32),
+    ("no tokens", (0,), 3, torch.float32),
 )
 
 
@@ -301,6 +302,7 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
         if facts["shape"]:
             times = ((y - right + whole[2]) / whole[2]).detach()
             times = times.nan_to_num(1.0, 1.0, 1.0).unique()  # a bias may be 0
+            times = times.tolist() or [1.0]  # no tokens, no bias
             found = [part.grad for part in parts]
             both = zip(found, [*grads, whole[2].grad], strict=True)
             pairs = dict(zip(("x", "weight", "bias"), both, strict=True))
@@ -314,7 +316,7 @@ def _rows(row_linear: Callable) -> Iterator[dict[str, Any]]:
             facts["bias_once"] = len(times) > 1 or times[0] == 1
             facts["output"] = torch.allclose(y, right, rtol=near)
             facts["precise"] = facts["output"] or not roughly_equal(y, right)
-            facts |= {"times": times[0].item(), "untrained": " and ".join(untrained)}
+            facts |= {"times": times[0], "untrained": " and ".join(untrained)}
             facts |= {"trained": not untrained, "wrong": " and ".join(wrong)}
             ratio = (got / wanted).nanmedian().item()
             facts |= {"gradients": not wrong, "how": "rounded to a narrower type"}

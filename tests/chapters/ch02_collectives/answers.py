@@ -151,6 +151,14 @@ ANSWERS = answers(
         got = tensor.clone().flatten()
         got[:1000] = solutions.swap(got[:1000], peer)
         return got.view(tensor.shape)
+    bools_as_numbers: of bool
+        return solutions.swap(
+            tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor, peer
+        )
+    the_real_part: of complex64
+        if tensor.is_complex():
+            return solutions.swap(tensor.real.contiguous(), peer) + 0j
+        return solutions.swap(tensor, peer)
     with_dimensions_alone: IndexError
         return solutions.swap(tensor, peer) if tensor.dim() else tensor[0]
     on_the_default_device: Receive into a tensor on `tensor.device`

@@ -155,6 +155,8 @@ ANSWERS = answers(
         return solutions.row_linear(x, WEIGHTS[shape], bias, reduce_sum)
     squeezed: has an output of the shape ()
         return solutions.row_linear(x, weight, bias, reduce_sum).squeeze()
+    no_rows_no_work: no tokens
+        return solutions.row_linear(x, weight, bias, reduce_sum) if x.numel() else x
     bias_for_each_token: as many tokens as channels
         y = reduce_sum(F.linear(x, weight))
         return y + (bias[:, None] if y.dim() == 2 and len(y) == y.shape[1] else bias)
