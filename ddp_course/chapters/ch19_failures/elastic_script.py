@@ -39,55 +39,48 @@ def train(folder: Path, steps: int = STEPS, lr: float = 0.05) -> dict:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = build_model()
-    parameters = [*model.parameters()]
-    # momentum by hand: the first optimizer of a process imports PyTorch's compiler
-    averages = [torch.zeros_like(p) for p in parameters]
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
     x, y = build_data()
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1))
-    record = load(folder, model, averages)
+    record = load(folder, model, optimizer)
     for step in range(len(record["losses"]), steps):
         wait_for_permission(folder, step)
         batch = order[step * BATCH : (step + 1) * BATCH]
         mine = batch.chunk(world_size)[rank]  # same batch for any world_size
         loss = nn.functional.mse_loss(model(x[mine]), y[mine])
-        gradients = torch.autograd.grad(loss, parameters)
-        for value in [*gradients, loss.detach()]:
+        optimizer.zero_grad()
+        loss.backward()
+        for value in [*(p.grad for p in model.parameters()), loss.detach()]:
             dist.all_reduce(value)
             value /= world_size
-        with torch.no_grad():
-            for p, average, gradient in zip(
-                parameters, averages, gradients, strict=True
-            ):
-                average.mul_(0.5).add_(gradient)
-                p -= lr * average
+        optimizer.step()
         parts = [torch.empty_like(mine) for _ in range(world_size)]
         dist.all_gather(parts, mine)
         record["losses"].append(loss.item())
         record["ranks"].append(world_size)
         record["rows"] += torch.cat(parts).tolist()
         if rank == 0:
-            save(folder, model, averages, record)
+            save(folder, model, optimizer, record)
     dist.barrier()  # no rank looks for the checkpoint before it exists
     return record
 
 
-def load(folder: Path, model: nn.Module, averages: list[torch.Tensor]) -> dict:
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """Load the checkpoint, if there is one, and return the record of its steps."""
     path = folder / "checkpoint.pt"
     if not path.exists():
         return {"losses": [], "ranks": [], "rows": []}
     saved = torch.load(path)
     model.load_state_dict(saved["model"])
-    for average, value in zip(averages, saved["averages"], strict=True):
-        average.copy_(value)
+    optimizer.load_state_dict(saved["optimizer"])
     return saved["record"]
 
 
 def save(
-    folder: Path, model: nn.Module, averages: list[torch.Tensor], record: dict
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, record: dict
 ) -> None:
     """Write a checkpoint beside the last one, then rename it to replace that one."""
-    states = {"model": model.state_dict(), "averages": averages}
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     unfinished = folder / "checkpoint.new"
     torch.save({**states, "record": record}, unfinished)
     unfinished.replace(folder / "checkpoint.pt")

@@ -37,8 +37,7 @@ def test_a_forgotten_momentum_is_seen_in_the_losses(alone, tmp_path):
     spawn(train, tmp_path, 4, world_size=2)
     path = tmp_path / "checkpoint.pt"
     saved = torch.load(path)
-    for average in saved["averages"]:
-        average.zero_()
+    saved["optimizer"]["state"] = {}
     torch.save(saved, path)
     record = spawn(train, tmp_path, STEPS, world_size=2)[0]
     assert furthest(record, alone) > 1e-3
