@@ -5,7 +5,7 @@ from typing import Any
 
 from ddp_course.launch import reports
 from ddp_course.launch.devices import choose
-from ddp_course.launch.job import Job, cluster, variables
+from ddp_course.launch.job import Job, cluster, ranks_of, variables
 from ddp_course.launch.links import Links
 from ddp_course.launch.parent import Launch
 from ddp_course.launch.reports import LaunchArgumentError
@@ -90,7 +90,7 @@ def spawn(
         init=bool(init),
         output=output,
         env=variables(env),
-        may_fail=tuple(may_fail),
+        may_fail=ranks_of(may_fail),
     )
     if output != "none":
         _print_once(job.placement.sentence)

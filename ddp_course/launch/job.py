@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -101,6 +101,13 @@ def variables(env: Mapping[str, str] | None) -> dict[str, str]:
         if not name or "=" in name or "\0" in name + value:
             _refuse(entry, value, "an environment cannot hold this name or value")
     return dict(env or {})
+
+
+def ranks_of(may_fail: Iterable[int]) -> tuple[int, ...]:
+    """Return the ranks in `may_fail`, which `Job` compares with the world size."""
+    if not isinstance(may_fail, Iterable):
+        _refuse("may_fail", may_fail, "it must be a list of ranks, such as [1]")
+    return tuple(may_fail)
 
 
 def _check_arguments(fn: Callable, args: tuple) -> None:

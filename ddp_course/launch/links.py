@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ class Link:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a negative latency or no bandwidth."""
+        for name, value in vars(self).items():
+            if not isinstance(value, Real):
+                raise ValueError(f"{name} is {value!r}; it must be a number")
         if not 0 <= self.latency < math.inf:
             raise ValueError(f"latency is {self.latency!r} s; it must be 0 or more")
         if not self.bandwidth > 0:

@@ -50,8 +50,10 @@ class Topology:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a cluster without ranks."""
-        if self.nnodes < 1 or self.nproc_per_node < 1:
-            raise ValueError(f"a cluster of {self}: both numbers must be 1 or more")
+        numbers = self.nnodes, self.nproc_per_node
+        if any(not isinstance(n, int) or n < 1 for n in numbers):
+            must = "both must be whole numbers, 1 or more"
+            raise ValueError(f"a cluster of {self}: {must}")
 
     @property
     def world_size(self) -> int:
@@ -63,9 +65,9 @@ class Topology:
 
         Raises ValueError unless `rank` is from 0 to world_size - 1.
         """
-        if not 0 <= rank < self.world_size:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             raise ValueError(
-                f"rank is {rank}; in {self} it can be 0 to {self.world_size - 1}"
+                f"rank is {rank!r}; in {self} it can be 0 to {self.world_size - 1}"
             )
         node_rank, local_rank = divmod(rank, self.nproc_per_node)
         return Place(rank, local_rank, node_rank, self)

@@ -90,6 +90,7 @@ REFUSED = [
     ({"links": 3}, ["links is 3", "Links"]),
     ({"may_fail": [4]}, ["may_fail is 4", "0 to 3"]),
     ({"may_fail": "2"}, ["may_fail is '2'", "whole number"]),
+    ({"may_fail": 1}, ["may_fail is 1", "a list of ranks, such as [1]"]),
     *(
         ({"fn": what}, [f"fn is {repr(what)[:50]}", "it must be a function"])
         for what in (4, None, "train", [print], list(range(10_000)))

@@ -38,6 +38,8 @@ def test_more_bytes_never_take_less_time(link, a, b):
             for x in (-1e-9, math.inf, math.nan)
         ),
         *(({"bandwidth": x}, f"{x!r} B/s.* above 0") for x in (0, -1, math.nan)),
+        ({"latency": "1ms"}, "'1ms'; it must be a number"),
+        ({"bandwidth": None}, "None; it must be a number"),
     ],
 )
 def test_impossible_links_are_named(how, problem):
