@@ -8,6 +8,7 @@ machine, and the rank that has the newest of all sends it to the others.
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -73,7 +74,10 @@ class Checkpoints:
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be 1 or more")
+                must = "it must be a whole number, 1 or more"
+                raise ValueError(f"{name} is {value!r}; {must}")
+        if not isinstance(folder, str | os.PathLike | None):
+            raise ValueError(f"the folder is {folder!r}; it must be a path or None")
         self.folder = None if folder is None else Path(folder).absolute()
         self.every, self.keep = every, keep
         self.model, self.optimizer = model, optimizer

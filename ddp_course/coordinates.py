@@ -41,8 +41,9 @@ class Mesh:
     shape: tuple[int, ...]
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        if not sizes:
-            raise ValueError("a mesh needs an axis, as in Mesh({'dp': 2, 'tp': 2})")
+        if not isinstance(sizes, Mapping) or not sizes:
+            how = "a mesh needs an axis, as in Mesh({'dp': 2, 'tp': 2})"
+            raise ValueError(f"sizes is {sizes!r}; {how}")
         for axis, size in sizes.items():
             if not isinstance(axis, str) or not axis.isidentifier():
                 raise ValueError(f"the axis {axis!r} must be a name, such as 'tp'")
@@ -66,8 +67,10 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of `rank` (0 to size - 1) on each axis."""
         last = self.size - 1
-        if not 0 <= rank <= last:
-            raise ValueError(f"rank is {rank}; in a mesh {self} it can be 0 to {last}")
+        if not isinstance(rank, int) or not 0 <= rank <= last:
+            raise ValueError(
+                f"rank is {rank!r}; in a mesh {self} it can be 0 to {last}"
+            )
         found = {}
         for axis, size in reversed(self.sizes.items()):
             rank, found[axis] = divmod(rank, size)

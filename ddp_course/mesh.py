@@ -79,8 +79,13 @@ def make_groups(mesh: Mesh, *together: tuple[str, ...]) -> Axes:
         raise ValueError(f"a mesh {mesh} needs ranks: {how}")
 
     def check() -> None:
+        if not isinstance(mesh, Mesh):
+            raise ValueError(f"mesh is {mesh!r}; it must be a Mesh, or a layout.mesh")
         mesh.check(dist.get_world_size())
         for axes in together:
+            if not isinstance(axes, tuple):
+                how = "pass a tuple of names for each group, such as ('dp', 'cp')"
+                raise ValueError(f"together has {axes!r}; {how}")
             mesh.check_axes(*axes)
 
     form = {"the mesh": repr(mesh), "together": repr(together)}

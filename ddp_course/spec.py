@@ -438,10 +438,10 @@ class Layout:
         parts = self.threads if self.threads > 1 else self.shares
         alone = self.threads == 1 and not self.model_axes
         who = f"{parts} {'rank' if alone else 'replica'}{'s' * (parts > 1)}"
-        if batch_size < 1 or batch_size % parts:
+        if type(batch_size) is not int or batch_size < 1 or batch_size % parts:
             raise SpecError(
-                f"{batch_size} rows cannot be shared equally by {who}; make the batch "
-                f"size a multiple of {parts}",
+                f"{batch_size!r} rows cannot be shared equally by {who}; make the "
+                f"batch size a multiple of {parts}",
                 "batch_size",
             )
         if self.pp > 1 and batch_size // parts < self.microbatches:
@@ -454,6 +454,8 @@ class Layout:
             )
 
     def _check_sizes(self, config: GPTConfig) -> None:
+        if not isinstance(config, GPTConfig):
+            raise SpecError(f"config is {config!r}; it must be a GPTConfig", "preset")
         if isinstance(config, MixtureConfig):
             if text := _beside_experts(self, config):
                 raise SpecError(text, "experts")
@@ -482,6 +484,9 @@ def layout_for(world_size: int, **options: Any) -> Layout:
     `options` are fields of Layout. If dp is not among them, it gets the ranks that the
     other axes leave. Raises SpecError, a ValueError. Chapter 09.
     """
+    if type(world_size) is not int or world_size < 1:
+        can = "it must be a whole number, 1 or more"
+        raise SpecError(f"world_size is {world_size!r}; {can}")
     check_names(options, [each.name for each in fields(Layout)])
     options = {name: value for name, value in options.items() if value is not None}
     if free := "dp" not in options:
@@ -517,7 +522,7 @@ def check_fields(spec: Training | Layout) -> None:
         if value is None and each.default is None:
             continue
         if about["choices"] is not None:
-            right = value in about["choices"] and not isinstance(value, bool)
+            right = value in [*about["choices"]] and not isinstance(value, bool)
             can = "can be one of " + ", ".join(map(str, about["choices"]))
         elif str(each.type).startswith("str"):
             continue
@@ -525,7 +530,8 @@ def check_fields(spec: Training | Layout) -> None:
             whole, limits = str(each.type).startswith("int"), about["limits"]
             right = type(value) is int if whole else isinstance(value, int | float)
             right = right and within(value, **limits)
-            can = "must be " + in_words(**limits)
+            kind = "a whole number, " if whole else "a number, "
+            can = f"must be {kind}{in_words(**limits)}"
         if not right:
             raise SpecError(f"{each.name} is {value!r}; it {can}", each.name)
 
@@ -557,7 +563,7 @@ def compression(words: str) -> tuple[str, float | None]:
 
     Raises SpecError for an unknown name, or for an amount outside its limits.
     """
-    name, colon, text = words.partition(":")
+    name, colon, text = str(words).partition(":")
     unknown = f"compress is {words!r}; it can be {compressor_words()}"
     if name not in COMPRESSORS:
         raise SpecError(unknown, "compress")

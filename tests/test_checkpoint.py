@@ -230,8 +230,10 @@ def test_two_runs_in_one_folder_do_not_take_anything_from_each_other(tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("every", 0), ("keep", 0), ("every", 1.5)])
 def test_impossible_numbers(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}; it must be 1 or more"):
+    with pytest.raises(ValueError, match=f"{name} is {value}; it must be a whole nu"):
         small(tmp_path, **{name: value})
+    with pytest.raises(ValueError, match="the folder is True; it must be a path or"):
+        small(True)
 
 
 # A run that is cut in two is the run that was not
@@ -384,21 +386,23 @@ def training(**changes):
 
 
 test_train_refuses_what_cannot_be = refused(
-    (training(steps=-1), "steps is -1; it must be 0 or more"),
+    (training(steps=-1), "steps is -1; it must be a whole number, 0 or more"),
     (
         training(data_parallel="dpp"),
         "is 'dpp'; it can be one of average, naive",
     ),
-    (training(threads=0), "threads is 0; it must be 1 or more"),
+    (training(threads=0), "threads is 0; it must be a whole number, 1 or more"),
     (training(threads=5), "12 rows cannot be shared equally by 5 re"),
-    (training(batch_size=0), "batch_size is 0; it must be 1 or more"),
+    (training(batch_size=0), "batch_size is 0; it must be a whole number, 1"),
+    (training(on_step=5), "on_step is 5; it must be a function or None"),
+    (training(watched="memory"), "watched is 'memory'; it must be a function or None"),
     (training(strategy="zero1"), "strategy 'zero1' is --zero 1 now, train.zero=1"),
     (training(replica=2), "there is no option 'replica'; the options are steps, "),
     (
         training(batchsize=4),
         "no option 'batchsize'; .* batch_size, .* keep_state, .* tp",
     ),
-    (training(every=0), "every is 0; it must be 1 or more"),
+    (training(every=0), "every is 0; it must be a whole number, 1 or more"),
     (training(save="sync"), "save is 'sync'; it can be one of waiting, async"),
 )
 

@@ -78,7 +78,8 @@ def test_it_is_printed_as_a_table():
 
 
 test_what_is_no_mesh_is_refused = refused(
-    (lambda: Mesh({}), "a mesh needs an axis"),
+    (lambda: Mesh({}), "sizes is {}; a mesh needs an axis"),
+    (lambda: Mesh((2, 2)), r"sizes is \(2, 2\); a mesh needs an axis, as in Mesh"),
     (lambda: Mesh({"dp": 0}), "axis dp has size 0; it must be a whole number >= 1"),
     (lambda: Mesh({"dp": 2.0}), "size 2.0"),
     (lambda: Mesh({"dp": True}), "size True"),
@@ -89,6 +90,7 @@ SQUARE = Mesh({"dp": 2, "tp": 2})
 test_what_a_mesh_does_not_have_is_refused = refused(
     (lambda: SQUARE.coordinates(4), "4; in a mesh dp 2 x tp 2 it can be 0 to"),
     (lambda: SQUARE.coordinates(-1), "rank is -1"),
+    (lambda: SQUARE.coordinates("1"), "rank is '1'; in a mesh dp 2 x tp 2"),
     (lambda: SQUARE.groups("pp"), "axis is 'pp'; it can be dp, tp"),
     (lambda: SQUARE.groups("dp", "pp"), "axis is 'pp'; it can be dp, tp"),
     (lambda: SQUARE.groups("tp", "dp"), "axes are tp, dp; name one or more, in the"),
@@ -142,8 +144,8 @@ def on_every_rank():
     ours = [seen_by(make_groups(Mesh(sizes))) for sizes in SHAPES]
     wrong = seen_by(swapped(Mesh(SHAPES[0])))
     unequal = [{"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}][dist.get_rank() % 2]
-    bad = Mesh({"dp": 3}), Mesh(unequal)
-    messages = [said(ValueError, make_groups, mesh) for mesh in bad]
+    bad = (Mesh({"dp": 3}),), (Mesh(unequal),), ({"dp": 4},), (SQUARE, "dp", "tp")
+    messages = [said(ValueError, make_groups, *args) for args in bad]
     return ours, [as_pytorch(sizes) for sizes in SHAPES], wrong, messages
 
 
@@ -155,7 +157,9 @@ def test_groups_are_those_of_pytorchs_device_mesh():
         assert wrong != pytorchs[0]
         assert ours[0]["tp"][2] == [[0, 1], [2, 3]][rank // 2]
         assert ours[0]["dp"][3] == [101, 1010][rank % 2]
-        size, order = messages
+        size, order, kind, names = messages
+        assert "mesh is {'dp': 4}; it must be a Mesh" in kind
+        assert "together has 'dp'; pass a tuple of names for each group" in names
         assert "a mesh dp 3 needs 3 ranks, and the world size is 4" in size
         assert "the mesh is Mesh({'dp': 2, 'tp': 2}) on ranks 0, 2" in order
         assert "Mesh({'tp': 2, 'dp': 2}) on ranks 1, 3" in order
