@@ -60,6 +60,16 @@ def strategies_of(layout: Layout, axes: Axes | None) -> list[Strategy]:
     A single process (`axes` is None) needs none, unless its replicas are threads, or it
     resumes a local-SGD run of several ranks.
     """
+    if not isinstance(layout, Layout) or not isinstance(axes, Axes | None):
+        raise ValueError(
+            f"layout is a {type(layout).__name__} and axes a {type(axes).__name__}; "
+            "pass a Layout, such as layout_for(4, tp=2), then make_groups(layout.mesh)"
+        )
+    if axes is None and layout.ranks > 1:
+        raise ValueError(
+            f"axes is None, and the layout has {layout.ranks} ranks; pass "
+            "make_groups(layout.mesh, *layout.together)"
+        )
     if axes is None and layout.threads == 1 and layout.local is None:
         return []
     modules = [import_module(f"ddp_course.{room}.axis") for room in layout.rooms]
@@ -88,7 +98,11 @@ def optimizer_for(
     It is a plain AdamW over this rank's parameters, unless a strategy has an optimizer
     of its own, as ZeRO and local SGD have.
     """
-    for strategy in strategies_of(layout, axes):
+    strategies = strategies_of(layout, axes)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ValueError(f"model is a {kind}; pass the model that parallelize returned")
+    for strategy in strategies:
         if strategy.optimizer is not None:
             return strategy.optimizer(model, layout, axes, lr)
     return AdamW(model.parameters(), lr=lr)
@@ -102,6 +116,9 @@ def clip_gradients(model: nn.Module, optimizer: Optimizer, max_norm: float) -> T
 
     Returns the norm before scaling. All ranks call this together, after backward.
     """
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ValueError(f"model is a {kind}; pass the model and its optimizer")
     inner = _without_wrappers(model)
     for owner in (optimizer, inner):
         if hasattr(owner, "clip_grad_norm_"):

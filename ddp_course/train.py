@@ -37,6 +37,7 @@ from ddp_course.failures.notice import Notice
 from ddp_course.gpt_config import GPTConfig, MixtureConfig
 from ddp_course.launch import device
 from ddp_course.launch.torchrun import check_alone
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mesh import make_groups
 from ddp_course.model import build_gpt, config_named
 from ddp_course.parallelize import (
@@ -150,10 +151,15 @@ def train(
         steps, batch_size, "1m", lr, seed, *expert_options, clip, None, every, save
     )
     check_fields(asked)
+    for name, value in {"on_step": on_step, "watched": watched}.items():
+        if value is not None and not callable(value):
+            raise ValueError(f"{name} is {value!r}; it must be a function or None")
     layout = layout_for(world_size, **layout_options)
     corpus = load_corpus()
     config = asked.with_experts(config_named(preset))
     layout.check(batch_size=batch_size, config=config)
+    if together:  # other options on another rank would hang, or train another model
+        agreed(lambda: None, None, **vars(asked), **vars(layout), config=config)
     build = build_mixture_gpt if isinstance(config, MixtureConfig) else build_gpt
     model = build(config, seed).to(my_device, dtype_of(layout))
     axes = make_groups(layout.mesh, *layout.together) if together else None

@@ -14,12 +14,13 @@ import everything
 import pytest
 import torch.distributed as dist
 from refusals import refused, said
+from torch import nn
 
 from ddp_course import train as train_module
 from ddp_course.launch import RankError, spawn
 from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.parallelize import parallelize
+from ddp_course.parallelize import clip_gradients, optimizer_for, parallelize
 from ddp_course.spec import AXES, DATA_PARALLEL, layout_for
 from ddp_course.tensor_parallel import axis as tp_axis
 from ddp_course.train import History, largest_difference, train
@@ -91,10 +92,15 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
         choose(4, local_steps=8, data_parallel="flat"),
         "local_steps is 8 and data_parallel is 'flat'; ranks",
     ),
-    (choose(4, tp=0), "tp is 0; it must be 1 or more"),
-    (choose(4, pp=2, dp=2.0), "dp is 2.0; it must be 1 or more"),
-    (choose(4, pp=4, microbatches=0), "microbatches is 0; it must be 1"),
+    (choose(4, tp=0), "tp is 0; it must be a whole number, 1 or more"),
+    (choose(4, pp=2, dp=2.0), "dp is 2.0; it must be a whole number, 1 or more"),
+    (choose(4, pp=4, microbatches=0), "microbatches is 0; it must be a whole"),
     (choose(4, pp=4, schedule="2f"), "schedule is '2f'; it can be one of"),
+    (choose(4, precision=["bf16"]), r"precision is \['bf16'\]; it can be one of fp32"),
+    (choose(4, compress=4), "compress is 4; it can be fp16, bf16, int8,"),
+    (choose(4, outer_lr="0.7"), "outer_lr is '0.7'; it must be a number, 0 or more"),
+    (choose("4"), "world_size is '4'; it must be a whole number, 1 or more"),
+    (choose(0), "world_size is 0; it must be a whole number, 1 or more"),
     (choose(4, zero=4), "zero is 4; it can be one of 0, 1, 2, 3"),
     (choose(4, zero=True), "zero is True; it can be one of 0, 1, 2, 3"),
     (choose(4, data_parallel="x"), "data_parallel is 'x'; it can be one of average"),
@@ -109,7 +115,7 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
     (choose(4, data_parallel="flat", zero=1), "ZeRO averages gradients itself"),
     (choose(4, zero=3, shard=3), "shard is 3 and dp is 4; shard must"),
     (choose(4, zero=1, shard=2), "shard is 2 and zero is 1; shard needs zero 3"),
-    (choose(4, zero=3, shard=0), "shard is 0; it must be 1 or more"),
+    (choose(4, zero=3, shard=0), "shard is 0; it must be a whole number, 1 or more"),
     (choose(4, sharp=2), "there is no option 'sharp'; the options are dp, "),
     (choose(4, strategy="zero2"), "strategy 'zero2' is --zero 2 now, train.zero=2"),
     (choose(4, strategy="tp"), "strategy 'tp' is --tp N now, train.tp=N., with the"),
@@ -129,6 +135,22 @@ test_rows_are_shared_along_dp_and_among_microbatches = refused(
     (rows_of(6, pp=2), "3 rows cannot be cut into 4 microbatches; ma"),
     (rows_of(6, pp=2), "make the batch size 8 or more"),
     (rows_of(0, pp=4, microbatches=1), "0 rows cannot be shared equally by"),
+    (rows_of(8.0, tp=2), "8.0 rows cannot be shared equally by 2 replicas"),
+    (partial(layout_for(4).check, config="1m"), "config is '1m'; it must be a GPTCon"),
+)
+PLAIN, ALONE = nn.Linear(2, 2), layout_for(1)
+test_what_is_no_layout_no_group_and_no_model_is_refused = refused(
+    (lambda: parallelize(PLAIN, {"tp": 2}, None), "layout is a dict and axes a None"),
+    (lambda: parallelize(PLAIN, ALONE, ALONE.mesh), "and axes a Mesh; pass a Layout"),
+    (lambda: parallelize(PLAIN, layout_for(2), None), "axes is None, .* has 2 ranks"),
+    (lambda: optimizer_for(PLAIN, ALONE.mesh, None, 0.1), "layout is a Mesh"),
+    (
+        lambda: optimizer_for(PLAIN.parameters(), ALONE, None, 0.1),
+        "model is a generator; pass the model that parallelize returned",
+    ),
+    (lambda: clip_gradients([PLAIN], None, 1.0), "model is a list; pass the model"),
+    (lambda: clip_gradients(PLAIN, None, -1.0), "max_norm is -1.0; it must be a numbe"),
+    (lambda: clip_gradients(PLAIN, None, "1"), "max_norm is '1'; it must be a number"),
 )
 
 
@@ -378,5 +400,5 @@ def test_ranks_that_were_told_other_layouts_say_so():
     def other_axes():
         train(1, **CURVE, **({"tp": 2}, {"pp": 2})[dist.get_rank()])
 
-    with pytest.raises(RankError, match="the mesh is Mesh"):
+    with pytest.raises(RankError, match="pp is 1 on rank 0, 2 on rank 1; tp is 2 on"):
         spawn(other_axes, world_size=2, timeout=60)

@@ -244,6 +244,14 @@ def test_a_batch_that_cannot_be_shared_is_refused():
         spawn(train, 1, 8, SMALL, world_size=3, timeout=60)
 
 
+def test_options_that_differ_between_the_ranks_are_refused():
+    def train_longer():
+        train(1 + dist.get_rank(), 8, SMALL)
+
+    with pytest.raises(RankError, match="steps is 1 on rank 0, 2 on rank 1. Nothing w"):
+        spawn(train_longer, world_size=2, timeout=60)
+
+
 def test_one_of_several_processes_that_have_not_met_is_refused(monkeypatch):
     for name in ("SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.setenv(name, "1")

@@ -11,11 +11,10 @@ rank's part, one step for each group:
     head.out.weight (96, 144): Shard(dim=0), 1 of 2; Flat(first=0, last=3456), 0 of 2
 
 The steps add up: ZeRO-3 need not know that tensor parallelism has divided a tensor
-before. Applied backwards, the steps assemble the plain model (`assembly`), whatever
-strategies were combined. Each number of the model is *owned* by one of the ranks that
-have it, so that a norm counts it once (`total_norm`). DTensor has the same placements
-for its meshes, `Replicate()` and `Shard(dim)`
-(torch/distributed/tensor/placement_types.py). Chapters 08 and 09.
+before. Applied backwards, the steps assemble the plain model (`assembly`). Each number
+of the model is *owned* by one of the ranks that have it, so that a norm counts it once
+(`total_norm`). DTensor has the same placements for its meshes, `Replicate()` and
+`Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters 08 and 09.
 """
 
 from collections.abc import Iterable, Sequence
@@ -274,10 +273,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients so that the whole model's norm is at most `max_norm`.
 
-    Returns the norm before scaling. All ranks along the groups call it, with the
-    arguments of `total_norm`. PyTorch's clip_grad_norm_ would take each rank's part for
-    the whole. Chapter 07.
+    Returns the norm before scaling. All ranks along the groups call it. PyTorch's
+    clip_grad_norm_ would take each rank's part for the whole. Chapter 07.
     """
+    if not isinstance(max_norm, float | int | Tensor) or not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm!r}; it must be a number above 0")
     tensors = list(tensors)
     norm = total_norm(tensors, groups, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
