@@ -65,9 +65,9 @@ class Topology:
 
         Raises ValueError unless `rank` is from 0 to world_size - 1.
         """
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+        if not 0 <= rank < self.world_size:
             raise ValueError(
-                f"rank is {rank!r}; in {self} it can be 0 to {self.world_size - 1}"
+                f"rank is {rank}; in {self} it can be 0 to {self.world_size - 1}"
             )
         node_rank, local_rank = divmod(rank, self.nproc_per_node)
         return Place(rank, local_rank, node_rank, self)
