@@ -21,7 +21,7 @@ from ddp_course.zero import (
 )
 from ddp_course.zero.units import unit_plan
 
-STEPS = 3
+STEPS = 2
 ADAMW = {"lr": 3e-4, "fused": True}
 Trained = tuple[nn.Module, Any]
 
