@@ -55,7 +55,7 @@ def train_mixtures(
             [gpt.blocks[i].mlp for gpt in others], CONFIG.d_model
         )
     mixtures = [block.mlp for block in model.blocks]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     all_loads, losses = [], []
     for step in range(steps):
         _, loss = model(*corpus.batch(step, batch_size, CONFIG.block_size))
