@@ -389,14 +389,16 @@ def _means(gradients: list[Tensor], step: int, n: int) -> dict[str, Any]:
 
 # ---- accumulate --------------------------------------------------------------------
 
-PARTS = (  # rows of each microbatch, on each rank
-    ((2, 2, 2), (2, 2, 2), (2, 2, 2)),
-    ((1, 2, 5), (5, 2, 1), (3, 3, 2)),
-    ((4,), (4,), (4,)),
-    ((1, 1, 1, 3), (2, 1, 2, 1), (1, 3, 1, 1)),
-    ((1, 2) * 20, (2, 1) * 20),
-    ((3, 1, 2),),
-)
+PARTS = {  # {number of ranks: cases, each with the rows of each rank's microbatches}
+    3: (
+        ((2, 2, 2), (2, 2, 2), (2, 2, 2)),
+        ((1, 2, 5), (5, 2, 1), (3, 3, 2)),
+        ((4,), (4,), (4,)),
+        ((1, 1, 1, 3), (2, 1, 2, 1), (1, 3, 1, 1)),
+    ),
+    2: (((1, 2) * 20, (2, 1) * 20),),
+    1: (((3, 1, 2),),),
+}
 SENDING = {
     "in_turns": "had the order {order}; expected {micro} times a forward and then its "
     "backward. Accumulation keeps only one microbatch in memory at a time.",
@@ -427,8 +429,7 @@ def check_accumulate(answer: Answer) -> str:
     microbatches but the last inside `no_sync`; run the last one outside of it: its
     backward averages the sum of all gradients.
     """
-    for parts in PARTS:
-        judge_ranks(SENDING, _accumulate, answer, parts, worlds=[len(parts)])
+    judge_ranks(SENDING, _accumulate_all, answer, worlds=[*PARTS])
     return (
         "1 to 3 real ranks, up to 40 microbatches of equal and unequal sizes: the "
         "gradient of all rows, and nothing was sent before the last microbatch"
@@ -467,6 +468,11 @@ def _gradient_of_all(parts: Sequence[Sequence[int]]) -> Tensor:
     model = _Regression()
     model(*(torch.cat(column) for column in zip(*pairs, strict=True))).backward()
     return model.gradient()
+
+
+def _accumulate_all(accumulate: Callable) -> Iterator[dict[str, Any]]:
+    for parts in PARTS[dist.get_world_size()]:
+        yield from _accumulate(accumulate, parts)
 
 
 def _accumulate(

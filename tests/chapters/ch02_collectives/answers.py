@@ -210,7 +210,7 @@ ANSWERS = answers(
         distance = 1 => return dist.broadcast(tensor, 0)
     never_sends: rank 0's numbers, in the argument itself
         distance = 1 => return tensor
-    at_most_five_ranks: With 8 ranks, rank 7 gets its message in step 7
+    at_most_five_ranks: With 7 ranks, rank 6 gets its message in step 6
         if dist.get_world_size() <= 5:
             solutions.my_broadcast(tensor)
         else:

@@ -312,8 +312,8 @@ ANSWERS = answers(
         layout = capstone.Candidate(dp=cluster.gpus, microbatch=16 // cluster.gpus)
         p = capstone.foreseen(layout, cluster)
         return layout, p.ledger.total, sum(p.sent.values()), p.seconds
-    the_slowest: times as fast
-        min(fits => max(fits
+    the_slowest_pipeline: times as fast
+        min(fits => max((each for each in fits if each.candidate.tp == 1)
     half_the_memory: kept by the rank that keeps most
         best.ledger.total, sent => best.ledger.total // 2, sent
     bytes_of_all_ranks: sent by the rank that sends most
