@@ -63,14 +63,13 @@ def equal_values(got: Any, wanted: Any, exact: bool = False) -> bool:
     values are equal, as are numbers of Python and NumPy. Parameters must also have
     equal gradients, and be frozen or not alike.
     """
-    if isinstance(wanted, nn.Parameter):
-        same_grad = equal_values(getattr(got, "grad", None), wanted.grad, exact)
-        frozen = not getattr(got, "requires_grad", False)
-        if not same_grad or frozen == wanted.requires_grad:
-            return False
     if isinstance(wanted, Tensor):
         if not fits(got, wanted):
             return False
+        if isinstance(wanted, nn.Parameter):
+            same_grad = equal_values(got.grad, wanted.grad, exact)
+            if not same_grad or got.requires_grad != wanted.requires_grad:
+                return False
         near = TOLERANCE.get(wanted.dtype, 0)
         if exact or not near:
             nan = wanted != wanted

@@ -171,14 +171,16 @@ def _late_ranks(d: Draw) -> list[list[float]]:
         return [[0.5, 0.5, 0.5, -1.0], [3.0, 1.0, 2.0, 2.5]]
     ranks, collectives = d.same.randint(2, 8), d.same.randint(1, 6)
     if d.case == 50:
-        ranks, collectives = 300, 1500
+        ranks = 300
+    if d.case == 51:
+        collectives = 1500
     r = d.own
     late = ranks - 1 if d.case == 50 else r.randrange(ranks)
     zero = CLOCKS[d.case % 4]
     rows = []
     for k in range(collectives):
         row = [k * 40 + r.choice([0, 1]) + 2 * x for x in r.sample(range(ranks), ranks)]
-        row[late] += r.choice([0, 5, 9])
+        row[late] += r.choice([0, 5, 9]) + 2 * ranks * (d.case == 50)
         if d.case % 3 == 1:  # another rank comes very late, once
             row[(late + 1) % ranks] += 7 * (k == 0)
         while row.count(max(row)) > 1:
