@@ -246,13 +246,15 @@ def _gradient(d: Draw) -> tuple[Tensor, int]:
     """Return k, and a gradient in which no two numbers have the same size."""
     shape, k = GRADIENTS[d.case]
     numel, dtype = math.prod(shape), (torch.float32, torch.float64)[d.case % 2]
-    sizes = d.own.sample(range(1, 60 * numel), numel)
-    signs = torch.tensor([d.own.choice([-1, 1]) for _ in sizes])
+    dice = torch.Generator().manual_seed(d.own.getrandbits(32))
+    steps = torch.randint(1, 60, (numel,), generator=dice)
+    sizes = steps.cumsum(0)[torch.randperm(numel, generator=dice)]
+    signs = 2 * torch.randint(2, (numel,), generator=dice) - 1
     if d.case == COARSE:  # consecutive bfloat16 numbers from 1 on, all distinct
-        bits = torch.tensor(sizes).argsort() + 0x3F80
+        bits = sizes.argsort() + 0x3F80
         gradient = bits.to(torch.int16).view(torch.bfloat16) * signs
     else:
-        gradient = torch.tensor(sizes, dtype=dtype).view(shape) * signs.view(shape) / 8
+        gradient = (sizes * signs).view(shape).to(dtype) / 8
     if gradient.dtype == torch.float64:
         gradient *= 1 + 2**-30  # float32 would lose this
     if d.case == STRIDED:
