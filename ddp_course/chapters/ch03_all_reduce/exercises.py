@@ -170,7 +170,7 @@ def _chunks(d: Draw) -> tuple[list[Tensor]]:
 # several ranks. In the 2 x 2 cluster half the number of elements is odd. With three
 # nodes rank 1 has zeros.
 CLUSTERS = {
-    (2, 2): ((241, 1002), torch.int64),
+    (2, 2): ((61, 1002), torch.int64),
     (2, 3): ((35, 1020), torch.float64),
     (3, 2): ((121, 1002), torch.float32),
     (1, 2): ((51, 1000), torch.int64),
