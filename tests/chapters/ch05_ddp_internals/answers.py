@@ -417,7 +417,7 @@ ANSWERS = answers(
         DistributedSampler(data) => data_parallel.DistributedSampler(data)
     as_it_was_copied: put its tensors on GPU 0 of this machine. (And 7 more.)
         return copied_script.train(build_model, data, held_out, path, epochs)
-    no_sampler: in epoch 0 the ranks trained with 64, 64, 64, 64 rows
+    no_sampler: in epoch 0 the ranks trained with 96, 96, 96, 96 rows
         batch_size=8, sampler=sampler => batch_size=8, shuffle=True
     no_set_epoch: in epoch 1 rank 0 used the same rows in the same order as in epoch 0
         sampler.set_epoch(epoch) => pass
@@ -495,11 +495,11 @@ ANSWERS = answers(
         range(rank, len(held_out), n) => range(rank, len(held_out) - 1, n)
     dropout_in_evaluation: while rank 0 evaluated its held-out rows, dropout switched
         model.eval() => pass
-    never_resumes: rank 0 trained with 80 rows; 2 epochs were left
+    never_resumes: rank 0 trained with 120 rows; 2 epochs were left
         if path.exists() => if path.is_dir()
     a_new_optimizer: began with a new optimizer
         optimizer.load_state_dict(saved["optimizer"]) => pass
-    one_epoch_is_always_left: rank 0 trained with 16 rows; 2 epochs were left
+    one_epoch_is_always_left: rank 0 trained with 24 rows; 2 epochs were left
         done = saved["epochs"] => done = epochs - 1
     half_an_optimizer: began with other states of the optimizer
         done = saved["epochs"] => done = saved["epochs"]
