@@ -182,6 +182,11 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
     v_shaped = ["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"]
     yield "stages in the shape of a V", [row.split() for row in v_shaped]
     yield "a last stage without a forward", [["0F0", "0B0"], ["1B0"]]
+    yield "a last stage without a backward", [["0F0", "0B0"], ["1F0"]]
+    rows = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0"]]
+    yield "a microbatch that the last stage never runs", rows
+    rows = [["0F0", "0B0"], [], ["1F0", "1F1", "1B0"]]
+    yield "a rank that waits, after a rank without actions", rows
     rows = [["0F10", "0B10"], ["1F1", "1F10", "1B10"]]
     yield "a microbatch that stage 0 never runs", rows
     rows = [[a for a in row if a != "10B0"] for row in _rows(gpipe(12, 1))]

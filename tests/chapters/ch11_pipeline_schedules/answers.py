@@ -209,6 +209,14 @@ ANSWERS = answers(
     of_forwards_alone: a last stage without a forward
         replace("B", "F").split("F")[0])
         => replace("B", "F").split("F")[0]) * ("F" in action)
+    of_backwards_alone: a last stage without a backward
+        replace("B", "F").split("F")[0])
+        => replace("F", "B").split("B")[0]) * ("B" in action)
+    last_stage_of_each_microbatch: a microbatch that the last stage never runs
+        stage == last
+        => not {f"{stage + 1}F{k}", f"{stage + 1}B{k}"} & set(sum(rows, []))
+    without_the_empty_rows: after a rank without actions
+        return solutions.who_waits([row for row in rows if row])
     no_idle_rank: IndexError
         done: set[str] = set() => done = {row[0] for row in rows if row[0] == "0F0"}
     done_as_a_text: a microbatch that stage 0 never runs
