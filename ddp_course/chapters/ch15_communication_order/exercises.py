@@ -478,14 +478,17 @@ def check_my_carry(answer: Answer) -> str:
 
 
 def _both_carried(my_carry: Callable, folder: str) -> Iterator[dict[str, Any]]:
-    """Run the answer with three GPTs; the second one uses the first one's folder."""
+    """Run the answer with three GPTs; the second one uses the first one's folder.
+
+    The third has more layers than the course's GPT, and one weight under two names.
+    """
     for seed, layers, case in (
         (1, 1, "a GPT of one layer"),
         (2, 1, "another GPT in the same folder"),
-        (3, 3, "a GPT of three layers"),
+        (3, 5, "a GPT of five layers, with a tied head"),
     ):
         Path(folder, str(layers)).mkdir(exist_ok=True)
-        config = GPTConfig(20, 8, n_layer=layers, n_head=2, d_model=48)
+        config = GPTConfig(20, 8, layers, n_head=2, d_model=48, tied=layers == 5)
         yield {"case": case} | _carried(my_carry, config, f"{folder}/{layers}", seed)
 
 
@@ -518,7 +521,7 @@ def _carried(
         dcp.load(loaded, checkpoint_id=folder, no_dist=True)
     except (CheckpointException, ValueError, RuntimeError) as error:
         problem = shown(one_line(error))
-    after = dict(theirs.named_parameters())
+    after = dict(theirs.named_parameters(remove_duplicate=False))
     sharded = all(isinstance(tensor, DTensor) for tensor in after.values())
     whole = {n: t.full_tensor() if sharded else t for n, t in after.items()}
     nbytes = sum(file.stat().st_size for file in Path(folder).rglob("*.distcp"))

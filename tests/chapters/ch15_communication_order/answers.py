@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ddp_course.chapters.ch15_communication_order import solutions
+from ddp_course.model import build_gpt
 
 Sent = namedtuple("Sent", "layer begin end")
 
@@ -384,6 +385,18 @@ ANSWERS = answers(
         dcp.save(whole, checkpoint_id=folder)
         shards = get_model_state_dict(theirs)
         dcp.load(shards, checkpoint_id=folder)
+    names_of_the_courses_gpt: a GPT of five layers, with a tied head, rank 0 left
+        names = build_gpt().state_dict()
+        whole = {k: t for k, t in ours.full_state_dict().items() if k in names}
+        dcp.save(whole, checkpoint_id=folder)
+        shards = get_model_state_dict(theirs)
+        dcp.load({k: shards[k] for k in whole}, checkpoint_id=folder)
+    one_name_for_a_tied_weight: with a tied head, rank 0 left nothing in the folder
+        names = dict(ours.named_parameters())
+        whole = {k: t for k, t in ours.full_state_dict().items() if k in names}
+        dcp.save(whole, checkpoint_id=folder)
+        shards = get_model_state_dict(theirs)
+        dcp.load({k: shards[k] for k in whole}, checkpoint_id=folder)
     two_folders: bytes in the folder
         dcp.save(ours.full_state_dict(), checkpoint_id=folder)
         => dcp.save(ours.full_state_dict(), checkpoint_id=folder)
