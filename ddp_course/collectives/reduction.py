@@ -22,10 +22,10 @@ COMBINE: dict[Op, Callable[..., Tensor]] = {
 NAMES = {op: f"op {str(op).rpartition('.')[2]}" for op in COMBINE}  # "op SUM"
 
 
-@lru_cache
+@lru_cache(typed=True)
 def check_op(op: Op, dtype: torch.dtype) -> str | None:
     """Return why `dtype` cannot be reduced by `op`, or None."""
-    if op not in COMBINE:
+    if op not in COMBINE or isinstance(op, int):  # 0 equals ReduceOp.SUM
         allowed = ", ".join(name.replace("op ", "ReduceOp.") for name in NAMES.values())
         return f"op is {op!r}; it can be {allowed}"
     if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):

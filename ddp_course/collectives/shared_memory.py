@@ -12,6 +12,7 @@ switches compute. The implementation is in `staging` and, below it, `memory_barr
 """
 
 import math
+import os
 from itertools import pairwise
 
 import torch
@@ -38,8 +39,13 @@ def empty(
     """
     call = Collective(group, "shared_memory.empty", shape=list(shape), dtype=dtype)
     tensors: list[Tensor] = []
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if any(not isinstance(length, int) or length < 0 for length in shape):
         call.refuse(f"shape is {shape}; it must be whole numbers, 0 or more")
+    elif not isinstance(dtype, torch.dtype):
+        call.refuse(f"dtype is {dtype!r}; it must be a type, such as torch.float32")
+    elif math.prod(shape) * dtype.itemsize > most:
+        call.refuse(f"shape is {shape}; this machine has {most} bytes of memory")
     _check_shared(call)
 
     def body() -> None:

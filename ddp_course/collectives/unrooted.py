@@ -174,6 +174,9 @@ def _split_sizes(
 ) -> list[int]:
     """Return how many rows of a tensor each rank sends or takes, or refuse the call."""
     n, shape = call.size, list(tensor.shape)
+    if not isinstance(split, Sequence | None):
+        call.refuse(f"{role}_split_sizes is {split!r}; it must be a list or None")
+        return [0] * n
     sizes = [int(size) for size in split or ()]
     if not shape or (not sizes and shape[0] % n):
         call.refuse(
