@@ -30,7 +30,7 @@ class MessageExchange:
         all_reduce: Callable[..., Any] | None = None,
         waiting: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        if isinstance(group, (str, list, tuple)):
+        if not isinstance(group, dist.ProcessGroup | None):
             raise ValueError(f"group is {group!r}; it must be a process group or None")
         self.group, self.waiting = group, waiting
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)

@@ -42,6 +42,8 @@ def check_model(
     (`tensor_parallel`).
     """
     problem, form = _problem_with(model, meeting(group).size), {}
+    if all_reduce is not None and not callable(all_reduce):
+        problem = f"all_reduce is {all_reduce!r}; it must be a function or None"
     if not problem:
         form = form_of(
             model,

@@ -92,10 +92,10 @@ class ParallelLayer(nn.Module):
 
     def __init__(self, full: nn.Module, group: Group = None) -> None:
         super().__init__()
-        if not isinstance(full, nn.Module):
+        if not all(hasattr(full, name) for name in self.CUTS):
             raise ValueError(
-                f"full is {full!r}; it must be a layer that the ranks cut, such as "
-                f"{type(self).__name__}(nn.Linear(4, 8))"
+                f"full is {full!r}; {type(self).__name__} takes a whole layer with "
+                f"{' and '.join(self.CUTS)}, such as nn.Linear(4, 8) or nn.LayerNorm(8)"
             )
         self.group = exchange_of(group)
         for name in self.CUTS:
@@ -139,6 +139,8 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, full: MLP, group: Group = None) -> None:
         super().__init__()
+        if not hasattr(full, "up") or not hasattr(full, "down"):
+            raise ValueError(f"full is {full!r}; it must be an MLP, with up and down")
         self.up = ColumnParallelLinear(full.up, group)
         self.down = RowParallelLinear(full.down, group)
 

@@ -46,6 +46,8 @@ class VocabParallelEmbedding(ParallelLayer):
         *,
         sequence_parallel: bool = False,
     ) -> None:
+        if not isinstance(full, nn.Embedding):
+            raise ValueError(f"full is {full!r}; it must be an nn.Embedding")
         numbers = full.padding_idx, full.max_norm
         if numbers != (None, None) or full.sparse or full.scale_grad_by_freq:
             raise ValueError(f"{full} has options; only a plain embedding can be cut")

@@ -6,12 +6,18 @@ from fractions import Fraction
 
 import pytest
 import torch
+from torch import nn
 
 from ddp_course import theory
 from ddp_course.mechanisms.placements import Shard
 from ddp_course.model import PRESETS, GPTConfig, build_gpt
 from ddp_course.spec import AXES
-from ddp_course.tensor_parallel import ColumnParallelLinear
+from ddp_course.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from ddp_course.tensor_parallel.checks import SHARED
 from ddp_course.tensor_parallel.gpt import placement_of
 
@@ -89,9 +95,17 @@ def test_what_cannot_be():
 
 
 def test_sizes_in_place_of_a_layer_are_refused():
-    says = r"full is 144; .* such as ColumnParallelLinear\(nn\.Linear\("
-    with pytest.raises(ValueError, match=says):
-        ColumnParallelLinear(144, 576)
+    whole = "takes a whole layer with weight and bias, such as"
+    for full, layer, says in (
+        (144, ColumnParallelLinear, f"full is 144; ColumnParallelLinear {whole}"),
+        (nn.ReLU(), RowParallelLinear, rf"full is ReLU\(\); RowParallelLinear {whole}"),
+        (96, VocabParallelEmbedding, "full is 96; it must be an nn.Embedding"),
+        (3, ParallelMLP, "full is 3; it must be an MLP, with up and down"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            layer(full, 576)
+    with pytest.raises(ValueError, match="group is 2; it must be a process group or N"):
+        ColumnParallelLinear(nn.Linear(4, 8), 2)
 
 
 def test_column_then_row_sends_much_less_than_gathering():
