@@ -29,10 +29,7 @@ def assign(length: int, num_ranks: int, assignment: str = "zigzag") -> list[Posi
     ValueError for a length that cannot be divided like this; pad it to `padded_length`.
     """
     n = num_ranks
-    if assignment not in ASSIGNMENTS:
-        known = ", ".join(ASSIGNMENTS)
-        raise ValueError(f"assignment is {assignment!r}; it can be {known}")
-    if length < 1 or padded_length(length, n, assignment) != length:
+    if padded_length(length, n, assignment) != length:
         unit = n * (2 if assignment == "zigzag" else 1)
         raise ValueError(
             f"length is {length}; {assignment} over {n} ranks needs a multiple of "
@@ -53,6 +50,12 @@ def padded_length(length: int, num_ranks: int, assignment: str) -> int:
 
     Causal attention never looks at padding after the last position.
     """
+    if assignment not in ASSIGNMENTS:
+        known = ", ".join(ASSIGNMENTS)
+        raise ValueError(f"assignment is {assignment!r}; it can be {known}")
+    for name, number in {"length": length, "num_ranks": num_ranks}.items():
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} is {number!r}; it must be a whole number above 0")
     unit = num_ranks * (2 if assignment == "zigzag" else 1)
     return -(-length // unit) * unit
 

@@ -29,6 +29,7 @@ from ddp_course.context_parallel.checks import SameSequence
 from ddp_course.context_parallel.naive import GatherSequence, gathered_attention
 from ddp_course.context_parallel.ring import Ring
 from ddp_course.context_parallel.ulysses import ulysses_attention
+from ddp_course.mechanisms.agreement import agreed
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -123,6 +124,11 @@ class DividedLoss:
         self.check(targets)
         length, division = targets.shape[1], self.division
         own = division.positions(length, targets)[division.rank]
+        if logits.shape[:2] != (len(targets), len(own)):
+            raise ValueError(
+                f"targets has shape {tuple(targets.shape)}, and this rank's logits "
+                f"{tuple(logits.shape)}; pass a target for each token of idx"
+            )
         real = own < length
         share = int(real.sum()) * division.size / length
         if share:
@@ -205,13 +211,16 @@ def context_parallel(
         )
     if attention == "ulysses":
         assignment = "contiguous"
-    division, check = Division(group, attention, assignment), SameSequence(group)
+    check, division = SameSequence(group), Division(group, attention, assignment)
     division.assigned(1)  # refuses an unknown assignment before anything changes
+    if isinstance(model.embed, DividedEmbedding):
+        raise ValueError("the model is context parallel already; divide it only once")
     if getattr(model, "sequence_parallel", False):
         raise ValueError(
             "the model is tensor parallel with sequence_parallel=True, which divides "
             "the sequence already; leave sequence_parallel out"
         )
+    agreed(lambda: None, group, attention=attention, assignment=assignment)
     model.embed = DividedEmbedding(model.embed, division, check)
     for block in model.blocks:
         block.attn.attend = division.attend

@@ -120,11 +120,16 @@ def uses():
     with torch.no_grad():
         error = float((model(x)[0] - whole(x)[0]).abs().max())
     own, first = x + dist.get_rank() % 2, x[:, :1]
+    me, ways = dist.get_rank(), ("ring", "gathered")
     return {
         "error of logits": error,
         "other rows": error_of(lambda: model(own.clamp(max=95), x)),
         "one position": float(model(first, first)[1] - whole(first, first)[1]),
         "attention": error_of(lambda: context_parallel(whole, attention="sparse")),
+        "group": error_of(lambda: context_parallel(whole, "ring")),
+        "twice": error_of(lambda: context_parallel(model)),
+        "targets": error_of(lambda: model(x, x[:, :4])),
+        "differ": error_of(lambda: context_parallel(whole, attention=ways[me])),
     }
 
 
@@ -135,6 +140,10 @@ def test_spawn_logits_are_gathered_and_other_rows_are_refused():
         assert "context-parallel group need the same batch" in rank["other rows"]
         assert abs(rank["one position"]) < 1e-6
         assert "attention is 'sparse'; it can be ring, gathered" in rank["attention"]
+        assert "group is 'ring'; it must be a process group" in rank["group"]
+        assert "is context parallel already; divide it only once" in rank["twice"]
+        assert "pass a target for each token of idx" in rank["targets"]
+        assert "attention is ring on rank 0, gathered on rank 1" in rank["differ"]
 
 
 def test_layouts_that_cannot_be_are_refused_before_ranks_start():
