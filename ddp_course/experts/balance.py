@@ -30,11 +30,19 @@ def loads(chosen: Tensor, num_experts: int) -> Tensor:
             f"chosen is {chosen.dtype} {list(chosen.shape)}; it must be integers "
             "(N, k), the experts that each token chose; scores are another argument"
         )
-    return torch.bincount(chosen.flatten(), minlength=num_experts)
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    if len(counts) > num_experts:
+        most = num_experts - 1
+        raise ValueError(f"chosen has expert {len(counts) - 1}; it can be 0 to {most}")
+    return counts
 
 
 def capacity(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
     """Return how many tokens an expert computes at most: ceil(T k factor / E)."""
+    numbers = {"num_experts": num_experts, "k": k, "factor": factor}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name} is {value!r}; it must be a number above 0")
     return math.ceil(num_tokens * k * factor / num_experts)
 
 
@@ -57,6 +65,11 @@ def auxiliary_loss(scores: Tensor, chosen: Tensor) -> Tensor:
     minimum: the loss is below 1 if experts with large shares have small probabilities.
     """
     num_experts = scores.shape[-1]
+    if len(scores) != len(chosen):
+        raise ValueError(
+            f"scores are {list(scores.shape)} and chosen is {list(chosen.shape)}; both "
+            "must have one row for each token"
+        )
     share = loads(chosen, num_experts) / chosen.numel()
     return num_experts * (share * scores.softmax(-1).mean(0)).sum()
 
