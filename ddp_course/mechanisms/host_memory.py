@@ -54,6 +54,8 @@ class HostMemory:
 
     def __init__(self, link: Link | None = None) -> None:
         link = current_links().host if link is None else link
+        if not isinstance(link, Link):
+            raise ValueError(f"link is {link!r}; it must be a Link, or None")
         self.to_device, self.to_host = Lane(link), Lane(link)
 
     def empty_like(self, tensor: Tensor) -> Tensor:

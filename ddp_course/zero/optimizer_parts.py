@@ -77,7 +77,7 @@ class ConsolidatedState:
         """Send all states to the group's rank `to`."""
         if to not in range(optimizer.world_size):
             last = optimizer.world_size - 1
-            raise ValueError(f"to is {to}; it can be 0 to {last}")
+            raise ValueError(f"to is {to!r}; it can be 0 to {last}")
         names, groups = plain_names(optimizer), [optimizer.process_group]
         whole = full_optimizer_state(optimizer.optim, names, groups, everywhere=to > 0)
         self.whole = whole if optimizer.rank == to else None

@@ -61,7 +61,7 @@ def save(
     CheckpointError, on every rank, if the optimizer steps other tensors or if a file
     cannot be written; the previous save is kept then.
     """
-    groups, folder = _groups(sharded), Path(folder).absolute()
+    groups, folder = _groups(sharded, optimizer), Path(folder).absolute()
     first = all(dist.get_rank(group) == 0 for group in groups)
     writes = all(dist.get_rank(group) == 0 for group in sharded.replica_groups)
 
@@ -85,7 +85,7 @@ def load(
     Raises CheckpointError, on every rank and before anything is changed, if the folder
     has no such checkpoint, or one of another model or other parameter groups.
     """
-    groups, folder = _groups(sharded), Path(folder).absolute()
+    groups, folder = _groups(sharded, optimizer), Path(folder).absolute()
     _agreed(groups, lambda: _check_stepped(sharded, optimizer))
     newest = from_first(max(_saves(folder), default=None), groups)
     states, buffers, options = _agreed(
@@ -100,8 +100,18 @@ def load(
         _load_optimizer(optimizer, states, options)
 
 
-def _groups(sharded: ShardedModule) -> list[dist.ProcessGroup]:
+def _groups(
+    sharded: ShardedModule, optimizer: Optimizer | None
+) -> list[dist.ProcessGroup]:
     """Return the groups that divide or replicate the module."""
+    if not isinstance(sharded, ShardedModule) or not isinstance(
+        optimizer, Optimizer | None
+    ):
+        raise ValueError(
+            f"sharded is a {type(sharded).__name__} and optimizer a "
+            f"{type(optimizer).__name__}; pass (folder, module, optimizer) with the "
+            "FullyShardedDataParallel module and the optimizer of its parameters"
+        )
     return list(dict.fromkeys([*sharded.groups, *sharded.replica_groups]))
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from fsdp_cases import GPT, batch
 from on_ranks import launched
+from refusals import refused
 from torch import nn
 
 from ddp_course.chapters.ch08_fsdp.imagined_gpu import BACKWARD, FORWARD
@@ -151,6 +152,18 @@ class Copies(OffloadedOptimizer):
         gradient = parameter.grad
         super()._leave(master, parameter)
         parameter.grad = gradient
+
+
+weights = [nn.Parameter(torch.ones(2))]
+test_what_is_no_host_no_link_and_no_class_is_refused = refused(
+    (lambda: HostMemory(3), "link is 3; it must be a Link, or None"),
+    (lambda: OffloadedOptimizer(weights, torch.optim.SGD, Link()), "host is Link"),
+    (lambda: OffloadedOptimizer(weights, torch.optim.SGD, HostMemory), "be an object"),
+    (
+        lambda: OffloadedOptimizer(weights, torch.optim.SGD(weights), HostMemory()),
+        "optimizer is of type SGD; pass a class, such as AdamW",
+    ),
+)
 
 
 def test_no_gradient_stays_on_the_device():

@@ -17,7 +17,7 @@ from trained import same
 from zero_cases import Naive, Odd, Stage1, Stage2, pytorchs
 
 from ddp_course.data_parallel import DistributedDataParallel as OurDDP
-from ddp_course.zero import deal
+from ddp_course.zero import deal, sharded_checkpoint
 
 
 def linear(*shape) -> list[nn.Parameter]:
@@ -94,6 +94,15 @@ def refused() -> dict[str, str]:
             ),
             "ValueError: to is 3; it can be 0 to 2": (
                 lambda: right.consolidate_state_dict(to=3)
+            ),
+            "ValueError: to is '0'; it can be 0 to 2": (
+                lambda: right.consolidate_state_dict(to="0")
+            ),
+            "ValueError: max_norm is 'x'; it must be a number above 0": (
+                lambda: right.clip_grad_norm_("x")
+            ),
+            "ValueError: sharded is a Stage1 and *pass (folder, module, opt*": (
+                lambda: sharded_checkpoint.save("nowhere", right)
             ),
         }
     )
