@@ -45,6 +45,9 @@ class Recorder:
 
 def record_naive(ddp: NaiveDistributedDataParallel) -> NaiveDistributedDataParallel:
     """Record the events of a naive or flat DDP; return the DDP. Chapter 04."""
+    if not isinstance(ddp, NaiveDistributedDataParallel):
+        must = "it must be a NaiveDistributedDataParallel, or a flat one"
+        raise ValueError(f"ddp is a {type(ddp).__name__}; {must}")
     recorder, all_reduce = Recorder(ddp), ddp.all_reduce
 
     def recorded(flat: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -67,6 +70,11 @@ def record_pytorch(ddp: PyTorchDDP) -> None:
     does without a hook: divide by the number of ranks, and launch an all-reduce.
     Chapter 05.
     """
+    if not isinstance(ddp, PyTorchDDP):
+        must = "it must be PyTorch's DistributedDataParallel"
+        raise ValueError(
+            f"ddp is a {type(ddp).__module__}.{type(ddp).__name__}; {must}"
+        )
     recorder = Recorder(ddp)
 
     def launch(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -6,6 +6,7 @@ takes no core, and where the link matters it is an emulated one, which waits, to
 
 import torch
 from ddp_cases import AfterBackward, Flat, Naive, Ours
+from refusals import refused
 from sleeping import SLEEP, Sleeping, check_phases, launched_early
 from torch import nn
 
@@ -96,3 +97,9 @@ def test_a_slow_link_is_hidden_the_fakes_are_not_and_the_events_tell_the_phases(
     assert [e.detail["bucket"] for e in computed] == list(range(LAYERS))
     assert all(e.seconds >= SLEEP for e in computed)
     assert all(e.end <= wait.start for e in computed)
+
+
+test_another_wrapper_is_not_recorded = refused(
+    (lambda: record_naive(nn.Linear(2, 2)), "ddp is a Linear; it must be a NaiveDist"),
+    (lambda: record_pytorch(nn.Linear(2, 2)), "linear.Linear; it must be PyTorch's Di"),
+)
