@@ -98,13 +98,13 @@ class TokenDispatcher:
         exchange: Exchange = all_to_all_rows,
     ) -> None:
         self.group, self.exchange = group, exchange
+        self.segments = Segments(chosen, num_experts, kept)
         ones = [1] * dist.get_world_size(group)
-        if type(num_experts) is not int or num_experts < 1 or num_experts % len(ones):
+        if num_experts % len(ones):
             raise ValueError(
-                f"num_experts is {num_experts!r}, which {len(ones)} ranks cannot share "
+                f"num_experts is {num_experts}, which {len(ones)} ranks cannot share "
                 f"equally; it must be a multiple of {len(ones)}"
             )
-        self.segments = Segments(chosen, num_experts, kept)
         to_each = self.segments.counts.view(len(ones), -1)  # (R, E/R)
         from_each = exchange(to_each, ones, ones, group)  # rows by source rank, expert
         self.sent = to_each.sum(1).tolist()
