@@ -65,11 +65,6 @@ def auxiliary_loss(scores: Tensor, chosen: Tensor) -> Tensor:
     minimum: the loss is below 1 if experts with large shares have small probabilities.
     """
     num_experts = scores.shape[-1]
-    if len(scores) != len(chosen):
-        raise ValueError(
-            f"scores are {list(scores.shape)} and chosen is {list(chosen.shape)}; both "
-            "must have one row for each token"
-        )
     share = loads(chosen, num_experts) / chosen.numel()
     return num_experts * (share * scores.softmax(-1).mean(0)).sum()
 
