@@ -63,7 +63,7 @@ ANSWERS = answers(
         mean = tensor.clone()
         solutions.my_average(mean)
         tensor.data = mean
-    one_rank_less: divided by 3 on 4 ranks
+    one_rank_less: divided by 2 on 3 ranks
         dist.get_world_size() => max(1, dist.get_world_size() - 1)
     silent_without_a_number: still wanted to communicate
         if tensor.any():
