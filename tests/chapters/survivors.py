@@ -202,11 +202,18 @@ SURVIVORS = {
     ): "of two ranks that wait, one waits for the cause",
     ("my_diagnosis", "for peer, number in zip(group, come, strict=True): "): ORDER,
     ("my_diagnosis", "for r in range(len(where)) if "): ORDER,
-    ("my_diagnosis", "for member in members -> "): ORDER,
-    ("my_diagnosis", "for member in members if "): ORDER,
+    ("my_diagnosis", "for one, two in "): ORDER,
+    ("my_diagnosis", "for odd in both: "): ORDER,
     ("my_diagnosis", "for _, group in waits -> "): ORDER,
-    ("my_diagnosis", "for _, group in last.values() -> "): "several ranks wait in the "
-    "smallest group, or one that is also alone among all ranks",
+    (
+        "my_diagnosis",
+        "for _, group in last.values() -> ",
+    ): "other ranks wait in the last rank's group, or it is alone there and innocent",
+    ("my_diagnosis", "for r in last if "): ORDER,
+    ("my_diagnosis", "for r in both -> "): ORDER,
+    ("my_diagnosis", "ValueError("): "each hang has a cause",
+    ("my_diagnosis", "where -> calls (line 21)"): "each hang has a cause",
+    ("my_diagnosis", "calls -> where (line 21)"): "each hang has a cause",
     ("my_diagnosis", "where[peer] == 'returned' -> where[peer] >= "): "no place comes "
     "after it in the alphabet",
     ("my_diagnosis", "where -> calls (line 4)"): "both lists are equally long",

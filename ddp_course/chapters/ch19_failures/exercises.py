@@ -257,8 +257,9 @@ def check_my_diagnosis(answer: Answer) -> str:
     has made fewer calls in this group?
 
     If a rank of the group is behind, and neither in a collective nor in recv, it is the
-    cause. If there is none, all ranks wait in collectives: compare the last calls of
-    the smallest group's ranks. One call differs, by its name or by its group.
+    cause. If there is none, compare the calls in which ranks wait: first those of one
+    group, then those of the ranks that two groups share. One call differs, by its name
+    or by its group.
     """
     hints = {"fits": _about_diagnosis, "right": _about_diagnosis}
     same_as(answer, solutions.my_diagnosis, _hang, cases=80, hints=hints)
@@ -281,49 +282,54 @@ def _hang(d: Draw) -> tuple[list[list[tuple[str, tuple[int, ...]]]], list[str]]:
             if rank != but:
                 calls[rank].append((name, group))
 
-    pair = tuple(sorted(r.sample(world, 2)))  # its calls count for no other group
+    # The calls of this group count for no other, even if that is as large.
+    third = tuple(sorted(r.sample(world, r.choice([2, len(part)]))))
     for _ in range(r.randint(0, 6)):
-        call(r.choice([world, part, pair]), r.choice(NAMES))
+        call(r.choice([world, part, third]), r.choice(NAMES))
     where = ["collective" for _ in world]
-    group = part if cause == "order" else r.choice([world, part])
-    odd = r.choice(group)
     name, other = r.sample(NAMES, 2)
-    place = r.choice(["collective", "recv", "code", "returned"])
-    gone = cause in ("stuck", "left") and place in ("code", "returned")
+    place = r.choice(["collective", "recv", "code", "returned", "next"])
+    gone = cause in ("stuck", "left") and place in ("code", "returned", "next")
     if gone:  # only a broadcast may end on one rank before others have called it
         name, other = "broadcast", r.choice([n for n in NAMES if n != "broadcast"])
-    outside = [rank for rank in world if rank not in group]
-    if cause == "order" and r.random() < 0.5:  # the odd rank is in the other group
-        call(part, name, but=odd)
-        wide = r.choice([name, other])  # one name: two would be a second fault
-        for rank in (odd, *outside):
-            calls[rank].append((wide, world))
-        return calls, where
     if cause == "order":
-        calls[odd].append((name, part))
-        outside += [rank for rank in part if rank != odd]
+        wide, beyond = world, [rank for rank in world if rank not in part]
+        if r.random() < 0.5:  # perhaps neither group contains the other
+            members = r.sample(part, r.randint(3, len(part)))
+            members += r.sample(beyond, r.randint(1, len(beyond)))
+            wide = tuple(sorted(members))
+        group, second = r.sample([part, wide], 2)
     else:
-        call(group, name, but=odd)
+        group = second = r.choice([world, part])
+    odd = r.choice([rank for rank in group if rank in second])
+    call(group, name, but=odd)
+    if cause == "order":
+        late = r.choice([name, other])
+        for rank in second:  # one name: two would be a second fault
+            if rank == odd or rank not in group:
+                calls[rank].append((late, second))
     if cause == "skipped":
         calls[odd].append((other, group))
+    one, waits, *_ = r.sample([rank for rank in group if rank != odd], len(group) - 1)
     if cause in ("stuck", "left"):
         where[odd] = "code" if cause == "stuck" else "returned"
-        one, waits, *_ = r.sample(
-            [rank for rank in group if rank != odd], len(group) - 1
-        )
-        where[one] = place
+        where[one] = place if place != "next" else "collective"
         if place == "recv":  # a message that the odd rank has not sent
             calls[one].pop()
-        if outside and r.random() < 0.5:  # a rank waits for a rank that waits
-            far = outside.pop()
-            calls[far].append((other, tuple(sorted([far, waits]))))
-    # The ranks outside the group wait for all ranks, or have finished.
-    if cause in ("skipped", "order") or (not gone and r.random() < 0.3):
-        for rank in outside:
-            calls[rank].append((other, world))
-    else:
+        if place == "next":  # it has gone on, and waits again
+            calls[one].append((other, world))
+    outside = [rank for rank in world if rank not in group and rank not in second]
+    if outside and r.random() < 0.5:  # a rank waits for a rank that waits
+        far = outside.pop()
+        calls[far].append((other, tuple(sorted([far, waits]))))
+    # The ranks outside the groups wait for all ranks, or have finished.
+    finished = cause in ("stuck", "left") and place != "next"
+    if finished and (gone or r.random() < 0.7):
         for rank in outside:
             where[rank] = r.choice(["returned", "code"])
+    else:
+        for rank in outside:
+            calls[rank].append((other, world))
     return calls, where
 
 
@@ -349,4 +355,4 @@ def _about_diagnosis(case: Case) -> str:
         return f"{found}: nobody waits for rank {got[1]}; look at the groups."
     if cause in ("stuck", "left"):
         return f"{found}: rank {got[1]} waits; for whom?"
-    return f"{found}: which rank of the smallest group differs from the others?"
+    return f"{found}: which rank of the group, or of both groups, differs?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations_with_replacement
 
 # ---- my_interval ---------------------------------------------------------------------
 
@@ -65,8 +66,12 @@ def my_diagnosis(
                     return "stuck", peer
                 if where[peer] == "returned":
                     return "left", peer
-    members = min((group for _, group in last.values()), key=len)
-    waits = [last[member] for member in members]
-    odd = next(member for member in members if waits.count(last[member]) == 1)
-    groups = {group for _, group in waits}
-    return ("skipped" if len(groups) == 1 else "order"), odd
+    groups = {group for _, group in last.values()}
+    for one, two in combinations_with_replacement(groups, 2):
+        both = [r for r in last if r in one and r in two and last[r][1] in (one, two)]
+        waits = [last[r] for r in both]
+        for odd in both:
+            if waits.count(last[odd]) == 1 < len(waits):
+                here = {group for _, group in waits}
+                return ("skipped" if len(here) == 1 else "order"), odd
+    raise ValueError(f"no rank in {where} is the cause by its calls {calls}")

@@ -3,6 +3,7 @@
 # ruff: noqa: F401 (the texts use what is imported)
 
 from collections import Counter
+from itertools import product
 
 from slips import answers
 
@@ -232,11 +233,16 @@ ANSWERS = answers(
         for r in sorted(behind):
             if where[r] in ("code", "returned"):
                 return "stuck" if where[r] == "code" else "left", r
-        groups = sorted({calls[r][-1][1] for r in waiting}, key=len)
-        ends = Counter(calls[r][-1] for r in groups[0])
-        (rare,) = [call for call, number in ends.items() if number == 1][:1]
-        (odd,) = [r for r in groups[0] if calls[r][-1] == rare]
-        return "order" if len({g for _, g in ends}) > 1 else "skipped", odd
+        groups = {calls[r][-1][1] for r in waiting}
+        for pair in product(groups, repeat=2):
+            both = {r for r in set.intersection(*map(set, pair)) if r in waiting}
+            ends = {r: calls[r][-1] for r in both if calls[r][-1][1] in pair}
+            number = Counter(ends.values())
+            if sum(number.values()) > 2:
+                for r, call in ends.items():
+                    if number[call] == 1:
+                        names = {name for name, g in ends.values() if g == call[1]}
+                        return "skipped" if len(names) > 1 else "order", r
     diagnosis_by_majority:
         for r, place in enumerate(where):
             if place in ("code", "returned"):
@@ -245,11 +251,15 @@ ANSWERS = answers(
                     number = {q: [g for _, g in calls[q]].count(group) for q in (p, r)}
                     if r in group and number[r] < number[p]:
                         return {"code": "stuck", "returned": "left"}[place], r
-        group = min((c[-1][1] for c in calls), key=len)
-        ends = [calls[r][-1] for r in group]
-        usual = max(ends, key=ends.count)
-        odd = [r for r in group if calls[r][-1] != usual][0]
-        return ["order", "skipped"][calls[odd][-1][1] == usual[1]], odd
+        ends = {r: calls[r][-1] for r, at in enumerate(where) if at == "collective"}
+        for r, (name, group) in ends.items():
+            beside = [n for p, (n, g) in ends.items() if g == group and p != r]
+            if len(beside) > 1 and name not in beside:
+                return "skipped", r
+        for r, (_, group) in ends.items():  # who waits for two that wait for it?
+            against = [p for p, (_, g) in ends.items() if g != group and r in g]
+            if len([p for p in against if p in group]) > 1:
+                return "order", r
     diagnosis_of_the_stuck_first:
         last = {r: calls[r][-1] for r, at in enumerate(where) if at == "collective"}
         behind, odd = set(), {}
@@ -267,19 +277,23 @@ ANSWERS = answers(
                     return cause, rank
         if odd:  # a skipped call before an order
             return "skipped", next(iter(odd.values()))
-        members = min((group for _, group in last.values()), key=len)
-        waits = [last[member] for member in members]
-        return "order", next(m for m in members if waits.count(last[m]) == 1)
+        mutual = Counter(
+            rank
+            for rank, (_, group) in last.items()
+            for peer, (_, other) in last.items()
+            if group != other and rank in other and peer in group
+        )
+        return "order", max(mutual, key=mutual.get)
     rank_first: the cause, then the rank
         return "stuck", peer
         => return peer, "stuck"
         return "left", peer
         => return peer, "left"
-        return ("skipped" if len(groups) == 1 else "order"), odd
-        => return odd, ("skipped" if len(groups) == 1 else "order")
+        return ("skipped" if len(here) == 1 else "order"), odd
+        => return odd, ("skipped" if len(here) == 1 else "order")
     cause_alone: a cause and a rank
-        return ("skipped" if len(groups) == 1 else "order"), odd
-        => return "skipped" if len(groups) == 1 else "order"
+        return ("skipped" if len(here) == 1 else "order"), odd
+        => return "skipped" if len(here) == 1 else "order"
     another_word: a cause is one of skipped, order, stuck, left
         "skipped" if => "skip" if
     stuck_and_left_swapped: look where this rank stands
@@ -290,7 +304,7 @@ ANSWERS = answers(
         return "?", peer
         => return "left", peer
     always_skipped: in two, the order differs
-        ("skipped" if len(groups) == 1 else "order") => "skipped"
+        ("skipped" if len(here) == 1 else "order") => "skipped"
     whoever_returned: nobody waits for rank
         for rank, (_, group) in last.items():
         => for rank, place in enumerate(where):
@@ -307,15 +321,30 @@ ANSWERS = answers(
         return "stuck", peer => return "stuck", peer + 1
         return "left", peer => return "left", peer + 1
         else "order"), odd => else "order"), odd + 1
-    the_usual_one: which rank of the smallest group differs
-        .count(last[member]) == 1 => .count(last[member]) != 1
+    the_usual_one: which rank of the group, or of both groups, differs
+        .count(last[odd]) == 1 => .count(last[odd]) != 1
     of_all_ranks: expected
-        members = min((group for _, group in last.values()), key=len)
-        => members = list(last)
-        next(member for member in members if waits.count(last[member]) == 1)
-        => min(members, key=lambda member: waits.count(last[member]))
+        both = [r for r in last if r in one and r in two and last[r][1] in (one, two)]
+        => both = sorted(last, key=lambda r: [*last.values()].count(last[r]))
+        waits.count(last[odd]) == 1 => True
+    of_the_smallest_group: a cause and a rank
+        combinations_with_replacement(groups, 2)
+        => [2 * (min(groups, key=len),)]
+        raise ValueError => return str
+    groups_of_one_size: expected
+        [g for _, g in calls[peer]].count(group)
+        => [len(g) for _, g in calls[peer]].count(len(group))
+        raise ValueError => return str
+    order_before_stuck: waits; for whom?
+        ends = {r: calls[r][-1] for r, at in enumerate(where) if at == "collective"}
+        for r, (_, group) in ends.items():
+            against = [p for p, (_, g) in ends.items() if g != group and r in g]
+            if len([p for p in against if p in group]) > 1:
+                return "order", r
+        return solutions.my_diagnosis(calls, where)
     all_calls_counted: expected
         come = [[g for _, g in calls[peer]].count(group) for peer in group]
         => come = [len(calls[peer]) for peer in group]
+        raise ValueError => return str
     """,
 )
