@@ -216,6 +216,7 @@ GRADIENTS = (  # (shape, k)
     *(((4, 2, 2), 5), ((), 1), ((40_000,), 100), ((2, 3), 2), ((3000,), 20)),
 )
 STRIDED, TINY, COARSE = 3, 4, 9  # cases: not contiguous, squares are zero, bfloat16
+SPARSE = 8  # a case in which the last number alone is not zero, and k is 2
 
 
 @exercise("my_topk_mean", solution=solutions.my_topk_mean)
@@ -243,7 +244,7 @@ def check_my_topk_mean(answer: Answer) -> str:
 
 
 def _gradient(d: Draw) -> tuple[Tensor, int]:
-    """Return k, and a gradient in which no two numbers have the same size."""
+    """Return k, and a gradient in which no two numbers but zeros have the same size."""
     shape, k = GRADIENTS[d.case]
     numel, dtype = math.prod(shape), (torch.float32, torch.float64)[d.case % 2]
     dice = torch.Generator().manual_seed(d.own.getrandbits(32))
@@ -261,6 +262,8 @@ def _gradient(d: Draw) -> tuple[Tensor, int]:
         gradient = gradient.T.contiguous().T
     if d.case == TINY:
         gradient *= 2.0**-80
+    if d.case == SPARSE:
+        gradient.view(-1)[:-1] = 0
     return gradient * (d.rank != d.zeros_on), k
 
 

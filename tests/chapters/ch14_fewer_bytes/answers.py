@@ -274,6 +274,10 @@ ANSWERS = answers(
     at_least_one_dimension: of a 0-d tensor
         n, flat => gradient_has = len(gradient)
         => n, flat
+    first_from_a_threshold: each rank's largest
+        mine = flat.abs().topk(k).indices
+        => least = flat.abs().topk(k).values[-1]
+        => mine = (flat.abs() >= least).nonzero().flatten()[:k]
     silent_if_zero: the same collectives
         n, flat => if not gradient.any():
         =>     return gradient.clone()
