@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from ddp_course.commands.train_options import ranks_of, settings_of
 from ddp_course.launch import spawn
 from ddp_course.launch.torchrun import (
     check_alone,
+    check_variables,
     join,
     leave,
     report_cause_first,
@@ -53,12 +54,10 @@ def command(args: Namespace) -> int:
                 "--ranks cannot be used under torchrun, which sets the number of ranks "
                 "(--nproc-per-node); leave it out"
             )
+        _refuse(check_variables)
         return record(_one_of_torchruns_ranks)(settings, args.json)
     ranks = ranks_of(args)
-    try:
-        check_alone()
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    _refuse(check_alone)
     with _sigterm_exits():
         if ranks == 1:
             try:
@@ -69,6 +68,14 @@ def command(args: Namespace) -> int:
             where = {"world_size": ranks, "output": "live", "timeout": DEADLINE}
             history = spawn(partial(run, settings), **where)[0]
     return ended(history, settings, args.json)
+
+
+def _refuse(check: Callable[[], None]) -> None:
+    """Raise CommandError with the words of the check's ValueError."""
+    try:
+        check()
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def ended(history: History, settings: dict[str, Any], file: Path | None) -> int:

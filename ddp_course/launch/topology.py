@@ -125,7 +125,7 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
     process group it is rank 0 of a world of one. Raises ValueError if the nodes run
     different numbers of ranks.
     """
-    variables = _torchrun_variables(environ)
+    variables = launcher_variables(environ)
     rank, world_size = (
         int(variables.get("RANK", 0)),
         int(variables.get("WORLD_SIZE", 1)),
@@ -164,7 +164,7 @@ def device(environ: Mapping[str, str] = os.environ) -> torch.device:
     return torch.device("cpu")
 
 
-def _torchrun_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
+def launcher_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return the launcher's variables (rank, world size) under torchrun's names."""
     for names in OTHER_LAUNCHERS if "RANK" not in environ else ():
         if {names["RANK"], names["WORLD_SIZE"]} <= environ.keys():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddp_course.launch.rendezvous import loopback_interface, store_of_torchrun
 from ddp_course.launch.reports import RankReport
-from ddp_course.launch.topology import device, here
+from ddp_course.launch.topology import device, here, launcher_variables
 
 
 def under_torchrun() -> bool:
@@ -40,6 +40,20 @@ def check_alone() -> None:
         )
 
 
+def check_variables() -> None:
+    """Raise ValueError if a variable is missing without which the ranks cannot meet."""
+    known = {**os.environ, **launcher_variables(os.environ)}
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in known]
+    if missing:
+        names = " and ".join(missing)
+        raise ValueError(
+            f"{names} {'is' if len(missing) == 1 else 'are'} not set: start this "
+            f"program with torchrun, which sets {', '.join(needed[:-1])} and "
+            f"{needed[-1]}; for a single process, set none of them"
+        )
+
+
 def join(
     timeout: datetime.timedelta = datetime.timedelta(minutes=10),
     backend: str | None = None,
@@ -47,7 +61,9 @@ def join(
     """Create the default process group and return the store that its ranks share.
 
     It uses NCCL for tensors on GPUs and gloo for others; or `backend`, on the CPU.
+    Raises ValueError if a variable such as RANK is missing.
     """
+    check_variables()
     if backend is not None:
         os.environ["DDP_COURSE_DEVICE"] = "cpu"
     place, mine = here(), device()

@@ -14,6 +14,7 @@ from ddp_course.launch.__main__ import (
     parse_arguments,
     print_in_rank_order,
 )
+from ddp_course.launch.torchrun import check_variables, join
 
 main = main_module.main.__wrapped__  # without what torchrun records of its end
 
@@ -190,6 +191,22 @@ def test_errors_are_one_clear_line_and_an_exit_code(
         main(words)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_rank_that_lacks_a_variable_is_refused_before_it_waits(monkeypatch, missing):
+    """Without RANK a process was rank 0, and waited for the others for ten minutes."""
+    values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    check_variables()
+    monkeypatch.delenv(missing)
+    with pytest.raises(ValueError, match=rf"^{missing} is not set: start this program"):
+        join()
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    if missing == "RANK":  # SLURM has set it under its own name
+        check_variables()
 
 
 def test_help_shows_an_example(capsys):
