@@ -325,8 +325,8 @@ class Worker:
         """Send a request of this kind; `count` is the number of rows (`RowWorker`)."""
         if kind == PUSH and not self.has_weights:
             raise ValueError(
-                "push without a pull before it: call pull first, which gets the "
-                "weights that the gradient is computed with"
+                "push without a pull before it: call pull before each push; it gets "
+                "the weights that the gradient is computed with"
             )
         self.has_weights = False
         envelope = torch.tensor([kind, count, self.form])

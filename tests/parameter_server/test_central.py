@@ -167,14 +167,14 @@ def test_what_cannot_work_is_refused_before_anything_is_sent():
     for words in said[1][:2]:
         assert re.fullmatch("server is (5|-1); it must be a rank of .* 0 to 1", words)
     for words in said[1][2:]:
-        assert "push without a pull before it: call pull first" in words
+        assert "push without a pull before it: call pull before each push" in words
 
 
 def test_a_second_push_after_a_pull_is_refused_and_the_first_counts():
     said = spawn(cases.pushes_twice, world_size=3, timeout=30)
     assert [len(words) for words in said[1:]] == [2, 0]
     for words in said[1]:
-        assert "push without a pull before it: call pull first" in words
+        assert "push without a pull before it: call pull before each push" in words
 
 
 def test_a_server_that_is_silent_is_named():
