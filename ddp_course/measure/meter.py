@@ -132,8 +132,13 @@ def table(reports: Iterable[Bytes]) -> str:
     """Return a Markdown table of the bytes sent from each rank to each, with sums.
 
     It has a row for each sender and a column for each receiver. Raises ValueError if
-    two reports are of the same rank.
+    two reports are of the same rank, and TypeError for a single report.
     """
+    if isinstance(reports, Bytes):
+        raise TypeError(
+            f"reports is the report of rank {reports.rank} alone; it must be a list of "
+            "reports, one of each rank"
+        )
     reports = list(reports)
     sent = {report.rank: report.sent for report in reports}
     if len(sent) < len(reports):

@@ -190,6 +190,8 @@ def test_the_table_shows_who_sent_how_much_to_whom():
     assert "rank 0" in table([silent])
     with pytest.raises(ValueError, match="two reports are of the same rank"):
         table([silent, silent])
+    with pytest.raises(TypeError, match="the report of rank 0 alone; it must be a li"):
+        table(silent)
 
 
 # ---- the operating system's count --------------------------------------------------
