@@ -47,21 +47,30 @@ def check_global_rank(answer: Answer) -> str:
         place = p.node_rank, p.local_rank, size
         expect_call(answer, *place, returns=p.rank, because=why)
     real = on_ranks(_all_ranks, answer, nnodes=2, nproc_per_node=3)
-    for rank, everyones in enumerate(real):
+    for rank, (everyones, other) in enumerate(real):
         says = f"On a real rank with RANK={rank} your function returned"
         expect(everyones[rank] == rank, f"{says} {everyones[rank]!r}.")
         expect(
             everyones == [*range(6)],
             f"{says} {everyones} for the six ranks of its cluster. {USE_ARGUMENTS}",
         )
+        expect(
+            other == 14,
+            f"{says} {other!r} for `global_rank(2, 4, 5)`; expected 14. The arguments "
+            "can describe another cluster than the calling rank's.",
+        )
     return f"every rank of {SHAPES}, and RANK on 6 real ranks of a 2 x 3 cluster"
 
 
-def _all_ranks(global_rank: Callable) -> list[Any]:
-    """Call the reader's function on this rank for the places of all ranks."""
+def _all_ranks(global_rank: Callable) -> tuple[list[Any], Any]:
+    """Call the reader's function on this rank for the places of all ranks.
+
+    Returns its results, and the one for a place in a cluster of another shape.
+    """
     shape = here().topology
     places = [(p.node_rank, p.local_rank) for p in shape.places()]
-    return [global_rank(*place, shape.nproc_per_node) for place in places]
+    ranks = [global_rank(*place, shape.nproc_per_node) for place in places]
+    return ranks, global_rank(2, 4, 5)
 
 
 @exercise("peer_on_next_node", solution=solutions.peer_on_next_node)
@@ -85,7 +94,7 @@ def check_peer_on_next_node(answer: Answer) -> str:
     hint = "Each rank sent its place to the peer that your function named."
     real = on_ranks(_exchange, answer, nnodes=3, nproc_per_node=2, hint=hint)
     ring = [2, 3, 4, 5, 0, 1]
-    for rank, (got, wanted, peers) in enumerate(real):
+    for rank, (got, wanted, peers, other) in enumerate(real):
         says = "received the place (node_rank, local_rank) ="
         expect(got == wanted, f"On real ranks, rank {rank} {says} {got}, not {wanted}.")
         expect(
@@ -93,13 +102,20 @@ def check_peer_on_next_node(answer: Answer) -> str:
             f"On a real rank with RANK={rank} your function returned {peers} for the "
             f"six ranks of its cluster; expected {ring}. {USE_ARGUMENTS}",
         )
+        expect(
+            other == 9,
+            f"On a real rank with RANK={rank} `peer_on_next_node(4, 4, 5)` returned "
+            f"{other!r}; expected 9. The arguments can describe another cluster than "
+            "the calling rank's.",
+        )
     return f"every rank of {SHAPES}, and a ring of messages around 3 real nodes"
 
 
-def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple, list]:
+def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple, list, Any]:
     """Send this rank's place to the peer, and receive another's.
 
-    Returns what arrived, what should arrive, and the peers of all ranks.
+    Returns what arrived, what should arrive, the peers of all ranks, and one in a
+    cluster of another shape.
     """
     me = here()
     nnodes, size = me.topology.nnodes, me.topology.nproc_per_node
@@ -109,7 +125,8 @@ def _exchange(peer_on_next_node: Callable) -> tuple[tuple, tuple, list]:
     dist.recv(got)  # from any rank
     sending.wait()
     peers = [peer_on_next_node(rank, nnodes, size) for rank in range(nnodes * size)]
-    return tuple(got.tolist()), ((me.node_rank - 1) % nnodes, me.local_rank), peers
+    wanted = (me.node_rank - 1) % nnodes, me.local_rank
+    return tuple(got.tolist()), wanted, peers, peer_on_next_node(4, 4, 5)
 
 
 GROUP = {

@@ -438,8 +438,8 @@ def _model_for(case: str) -> nn.Module:
         weight.data = torch.cat([weight, weight]).T.contiguous().T[:WIDE]
     elif case == "sign":
         weight[2, 2] = -0.0 if rank == n - 1 else 0.0
-    elif case == "counter" and rank == n - 1:
-        model[1].num_batches_tracked += 1
+    elif case == "counter":  # float64 rounds both counts to one number
+        model[1].num_batches_tracked += 2**60 + (rank == n - 1)
     elif case == "buffer" and rank == n - 1:
         model[1].running_mean[0] = 1.0
     elif case == "end" and rank == n - 1:

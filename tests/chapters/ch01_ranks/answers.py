@@ -58,6 +58,9 @@ ANSWERS = answers(
         if dist.is_initialized():
             return dist.get_rank()
         return solutions.global_rank(node_rank, local_rank, nproc_per_node)
+    nodes_as_large_as_its_own: can describe another cluster
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", nproc_per_node))
+        return node_rank * size + local_rank
     crashes_on_a_rank: RuntimeError: no such node`, in slip
         if dist.is_initialized() and dist.get_rank() == 4:
             raise RuntimeError("no such node")
@@ -101,6 +104,10 @@ ANSWERS = answers(
         return solutions.peer_on_next_node(rank, nnodes, nproc_per_node)
     rank_of_the_environment: can describe another rank than the calling one
         rank = int(os.environ.get("RANK", rank))
+        return solutions.peer_on_next_node(rank, nnodes, nproc_per_node)
+    in_the_running_cluster: can describe another cluster
+        if dist.is_initialized():
+            return (rank + nproc_per_node) % dist.get_world_size()
         return solutions.peer_on_next_node(rank, nnodes, nproc_per_node)
     """,
     node_group="""

@@ -310,6 +310,8 @@ ANSWERS = answers(
         vote = torch.tensor([int(torch.equal(mine, first))])
         dist.all_reduce(vote, op=dist.ReduceOp.MIN)
         return bool(vote.item())
+    as_float64: a whole number in a buffer
+        (model.state_dict()) => ({k: v.double() for k, v in model.state_dict().items()})
     as_float32: a number of float64
         (model.state_dict()) => ({k: v.float() for k, v in model.state_dict().items()})
     first_and_last: a rank in the middle
