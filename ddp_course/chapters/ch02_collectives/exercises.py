@@ -94,6 +94,9 @@ SPREAD = {
 }
 
 
+RARE = {(3, 5): torch.bool, (5, 5): torch.complex64}  # {(ranks, case): type}
+
+
 @exercise("my_broadcast", solution=solutions.my_broadcast)
 def check_my_broadcast(answer: Answer) -> str:
     """`my_broadcast(tensor)`: rank 0's numbers in every rank's tensor, along a tree.
@@ -124,7 +127,8 @@ def check_my_broadcast(answer: Answer) -> str:
 
 
 def _tensor(d: Draw) -> tuple[Tensor]:
-    tensor = d.tensor(SHAPES.get(d.case))
+    tensor = d.tensor(SHAPES.get(d.case), RARE.get((d.n, d.case)))
+    tensor = tensor * (1 - 2j) if tensor.is_complex() else tensor
     if d.case == 3:  # memory that was never written may hold anything
         tensor.fill_(torch.nan if d.rank else -torch.inf)
     return (tensor,)

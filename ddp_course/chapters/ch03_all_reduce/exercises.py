@@ -151,11 +151,15 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
 
 
 def _chunks(d: Draw) -> tuple[list[Tensor]]:
-    """Return chunks of one dtype; in one case they are too long for socket buffers."""
+    """Return chunks of one dtype, in two cases long ones.
+
+    In case 1 they are too long for socket buffers.
+    """
     shapes = [(3,), (5,), (2, 3), (7,), (0,), (3, 1)][d.case == 0 :]
     dtype = d.same.choice([torch.int64, torch.float32, torch.float64])
     if d.case == 5:
-        chunks = [d.tensor((4,), torch.bfloat16) % 8 for _ in range(d.n)]
+        few = [d.tensor((4,), torch.bfloat16) % 8 for _ in range(d.n)]
+        chunks = [four.repeat(5000) for four in few]  # one sees a wider type's bytes
         chunks[0][1] = torch.inf if d.rank else torch.nan
         return (chunks,)
     if d.case == 1:

@@ -14,6 +14,7 @@ from ddp_course.collectives import barrier
 from ddp_course.lab.answers import Answer, code, one_line
 from ddp_course.lab.exercises import exercise, judge_ranks, shown, written_by
 from ddp_course.lab.judge import Draw
+from ddp_course.lab.messages import WAITED, pending, waiting
 from ddp_course.lab.values import difference, equal_values
 from ddp_course.measure import ByteMeter, EventLog, TorchCollectives
 
@@ -39,7 +40,8 @@ class Odd(nn.Module):
         self.first.weight = nn.Parameter(rows)  # not contiguous
         hidden = torch.full((3,), 1.0 + seed)
         self.tied.register_buffer("hidden", hidden, persistent=False)
-        fine = torch.full((2, 2), 1.0 + seed, dtype=third) / 3
+        fine = torch.full((2, 2), 1.0 + seed, dtype=torch.float64) / 3
+        fine = torch.tensor(seed == 0) if third == torch.bool else fine.to(third)
         self.frozen.register_buffer("fine", fine)
         self.norm.running_mean.fill_(seed)
         self.norm.num_batches_tracked.fill_(2**60 + 1 + seed)  # exact in no float
@@ -56,11 +58,17 @@ class Odd(nn.Module):
 def _watch(function: Callable, model: nn.Module) -> dict[str, Any]:
     """Call the function; return facts about PyTorch's and our collectives in it."""
     barrier()
-    with TorchCollectives() as torch_log, EventLog() as log, ByteMeter() as meter:
+    with (
+        pending() as ignored,
+        TorchCollectives() as torch_log,
+        EventLog() as log,
+        ByteMeter() as meter,
+    ):
         function(model)
     ops = [call.op for call in torch_log.calls]
     ops += [e.op.rpartition(".")[2] for e in log.events if e.lane == "communication"]
-    return {"ops": ops, "torch_bytes": torch_log.nbytes, "sent": meter.total_sent}
+    facts = {"ops": ops, "torch_bytes": torch_log.nbytes, "sent": meter.total_sent}
+    return facts | waiting(ignored)
 
 
 def _sending(
@@ -99,7 +107,9 @@ SENDS = {
 
 # ---- make_replicas -----------------------------------------------------------------
 
+THIRD = {2: torch.float64, 3: torch.bfloat16, 4: torch.bool}  # by number of ranks
 REPLICAS = {
+    **WAITED,
     "right": "has {many} wrong: for example, {first} {how}. All ranks must get rank "
     "0's parameters, trained or not, and buffers.",
     "names": "has a parameter or buffer more than before: {more}. Change only the "
@@ -131,9 +141,9 @@ def check_make_replicas(answer: Answer) -> str:
 
 
 def _replicate(function: Callable) -> dict[str, Any]:
-    """Call the reader's function twice on one model, and judge the second call."""
-    rank = dist.get_rank()
-    third = torch.bfloat16 if dist.get_world_size() == 3 else torch.float64
+    """Call the reader's function on a model, then twice on another; judge the last."""
+    rank, third = dist.get_rank(), THIRD[dist.get_world_size()]
+    function(Odd(rank + 9, third))
     model, wanted = Odd(rank + 7, third), _own(0, third).states()
     model.norm.eval()
     modes = _modes(model)
@@ -199,6 +209,7 @@ def _modes(model: nn.Module) -> list[Any]:
 # ---- average_gradients_flat --------------------------------------------------------
 
 MEANS = {
+    **WAITED,
     "there": "has no gradient for {name}: all ranks must get its mean, to which a rank "
     "without a gradient contributes zeros.",
     "means": "has {got} as the gradient of {name}; the mean over the ranks is "
@@ -362,13 +373,13 @@ CASES = {
     "half": (False, "one half of the ranks has another weight than the other half"),
     "swapped": (False, "on the last rank two weights have changed places"),
     "buffer": (False, "a buffer of the last rank differs"),
-    "counter": (False, "a whole number in a buffer of the last rank differs"),
     "middle": (False, "a rank in the middle has another weight"),
     "rank 1": (False, "rank 1 alone has another weight"),
     "each": (False, "every rank has another weight"),
     "part": (True, "a weight of the last rank is a part of a larger tensor"),
     "sign": (False, "a zero of the last rank has another sign"),
     "double": (False, "a number of float64 of the last rank differs in its last bit"),
+    "counter": (False, "a whole number in a buffer of the last rank differs"),
     "nan": (True, "all have the same model, with a nan in the same place"),
     "frozen": (False, "a frozen weight of the last rank differs"),
     "end": (False, "the last weight of the last rank differs"),

@@ -394,6 +394,7 @@ def _texts(n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "a large vocabulary", logits, torch.tensor([many - 1, many - 999])
     more = n * (WORDS + 3)
     strided = torch.randn(more, 29, generator=dice, dtype=torch.float64).T
+    strided[3] -= 2**19  # all of a token's logits are below a mask of -1e4
     yield "strided logits of float64", strided, torch.arange(29) % more
     if n > 1:
         logits = torch.randn(5, n, generator=dice)

@@ -226,6 +226,10 @@ ANSWERS = answers(
         copy = tensor.float()
         solutions.my_broadcast(copy)
         tensor.copy_(copy)
+    the_real_part: With 5 ranks
+        real = tensor.real.contiguous() if tensor.is_complex() else tensor
+        solutions.my_broadcast(real)
+        tensor.copy_(real)
     from_rank_0_to_all: With 4 ranks, rank 3 gets its message in step 3
     along_a_chain: With 4 ranks, rank 3 gets its message in step 3
     near_first: With 4 ranks, rank 3 gets its message in step 3

@@ -165,7 +165,11 @@ ANSWERS = answers(
         return passing_by
         => wide = passing_by.dtype == torch.bfloat16
         => return passing_by.float() if wide else passing_by
-    without_nan: expected `[
+    bfloat16_sent_as_float32: numbers of another type
+        narrow = chunks[0].dtype == torch.bfloat16
+        sums = [chunk.float() if narrow else chunk for chunk in chunks]
+        return solutions.ring_reduce_scatter(sums).to(chunks[0].dtype)
+    without_nan: expected `<tensor of shape (20000,)>`
         return passing_by => return passing_by.nan_to_num()
     nothing_on_one_rank: With 1 rank, rank 0 returned `None`
         return passing_by => return passing_by if n > 1 else None

@@ -103,6 +103,16 @@ ANSWERS = answers(
         => usual = torch.float32, torch.float64, torch.int64
         => states = [*model.parameters(), *model.buffers()]
         => states = [state for state in states if state.dtype in usual]
+    numbers_without_bools: frozen.fine is not rank 0's
+        states = [*model.parameters(), *model.buffers()]
+        => states = [*model.parameters(), *model.buffers()]
+        => states = [state for state in states if state.dtype != torch.bool]
+    of_the_first_model: tensors wrong
+        states = [*model.parameters(), *model.buffers()]
+        => states = [*model.parameters(), *model.buffers()]
+        => states = FIRST_MODEL.setdefault("states", states)
+    not_waited_for: never waits for a collective
+        dist.broadcast(flat, 0) => dist.broadcast(flat, 0, async_op=True)
     only_what_is_trained: frozen.weight
         model.parameters() => [p for p in model.parameters() if p.requires_grad]
     from_the_last_rank: has changed
@@ -207,6 +217,8 @@ ANSWERS = answers(
         p.grad.flatten() for => p.grad.view(-1) for
     the_sum: That is the sum.
         flat /= dist.get_world_size() => pass
+    not_waited_for: never waits for a collective
+        dist.all_reduce(flat) => dist.all_reduce(flat, async_op=True)
     adds_to_the_last_row: in a second call
         flat /= dist.get_world_size()
         => ROWS.append(flat.clone())

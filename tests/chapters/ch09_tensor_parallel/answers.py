@@ -333,6 +333,21 @@ ANSWERS = answers(
         loss = F.cross_entropy(logits, inside)
         loss.backward()
         return loss.item(), logits.grad
+    a_mask_of_minus_10_000: strided logits of float64
+        tokens, words = logits.shape
+        highest = logits.max(dim=1).values
+        all_reduce(highest, "max")
+        gradient = (logits - highest[:, None]).exp()
+        sums = gradient.sum(dim=1)
+        all_reduce(sums, "sum")
+        place = targets - words * dist.get_rank()
+        mine = (place >= 0) & (place < words)
+        of_targets = logits.new_full((tokens,), -1e4)
+        of_targets[mine] = logits[mine, place[mine]]
+        all_reduce(of_targets, "max")
+        gradient /= sums[:, None]
+        gradient[mine, place[mine]] -= 1
+        return (sums.log() + highest - of_targets).mean().item(), gradient / tokens
     two_words_at_least: index k out of range
         logits.max(dim=1).values => logits.topk(2, dim=1).values[:, 0].contiguous()
     """,
