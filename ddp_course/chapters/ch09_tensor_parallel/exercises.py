@@ -388,13 +388,14 @@ def _texts(n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     logits[2, :WORDS] -= 300  # rank 0's exponentials vanish beside the other ranks'
     yield "large logits", logits, targets
     yield "all targets on the last rank", logits, targets[-1].repeat(len(targets))
-    yield "one token", torch.zeros(1, n * WORDS), torch.tensor([0])
+    logits = torch.zeros(1, n * WORDS)
+    logits[0, 0] = -(2**34)  # lower than any mask, such as -1e9
+    yield "one token", logits, torch.tensor([0])
     many = n * 70_001
     logits = torch.randn(2, many, generator=dice)
     yield "a large vocabulary", logits, torch.tensor([many - 1, many - 999])
     more = n * (WORDS + 3)
     strided = torch.randn(more, 29, generator=dice, dtype=torch.float64).T
-    strided[3] -= 2**19  # all of a token's logits are below a mask of -1e4
     yield "strided logits of float64", strided, torch.arange(29) % more
     if n > 1:
         logits = torch.randn(5, n, generator=dice)

@@ -333,7 +333,7 @@ ANSWERS = answers(
         loss = F.cross_entropy(logits, inside)
         loss.backward()
         return loss.item(), logits.grad
-    a_mask_of_minus_10_000: strided logits of float64
+    a_mask_of_minus_1e9: one token
         tokens, words = logits.shape
         highest = logits.max(dim=1).values
         all_reduce(highest, "max")
@@ -342,7 +342,7 @@ ANSWERS = answers(
         all_reduce(sums, "sum")
         place = targets - words * dist.get_rank()
         mine = (place >= 0) & (place < words)
-        of_targets = logits.new_full((tokens,), -1e4)
+        of_targets = logits.new_full((tokens,), -1e9)
         of_targets[mine] = logits[mine, place[mine]]
         all_reduce(of_targets, "max")
         gradient /= sums[:, None]
