@@ -121,6 +121,10 @@ def test_ranks_are_torchruns_business_under_torchrun(monkeypatch, capsys):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     code, output = complaint("train --ranks 2", capsys)
     assert code == 1 and "--ranks cannot be used under torchrun" in output
+    for missing in ("WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(missing, raising=False)
+    code, output = complaint("train", capsys)
+    assert code == 1 and "WORLD_SIZE and MASTER_PORT are not set: start" in output
 
 
 @pytest.mark.parametrize(("steps", "lines"), [(1, 1), (7, 7), (20, 20), (399, 22)])
