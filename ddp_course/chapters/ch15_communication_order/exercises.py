@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -159,8 +159,16 @@ WITHOUT = (FROZEN, "1.scale", "3."), ("1.inner.weight",)
 STRIDED, ZERO = "0.inner.weight", "0.scale"  # gradients: not contiguous, and 0
 OPTIMIZERS = {  # optimizers with a step that depends on more than the gradient
     "SGD with momentum": lambda ps: torch.optim.SGD(ps, lr=0.25, momentum=0.5),
-    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.125),
+    "AdamW": lambda ps: torch.optim.AdamW(_in_two_groups(ps), lr=0.125),
 }
+
+
+def _in_two_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Return two groups of parameters; weight decay is for matrices only."""
+    every = list(parameters)
+    matrices = [p for p in every if p.dim() > 1]
+    others = [p for p in every if p.dim() <= 1]
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
 
 def _do_nothing(layer: nn.Module, args: Any) -> None:

@@ -328,6 +328,8 @@ ANSWERS = answers(
         => layer.register_forward_pre_hook(arrive)
     weights_only: Expected each existing gradient
         layer.parameters() => [layer.inner.weight]
+    the_first_group_alone: Expected each existing gradient
+        layer.parameters() => optimizer.param_groups[0]["params"]
     the_frozen_one_too: send got None
         if p.grad is not None =>
     all_that_could_have_one: send got None
