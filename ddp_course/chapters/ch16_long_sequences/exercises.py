@@ -196,9 +196,15 @@ def check_my_ring(answer: Answer) -> str:
     the next keys and values. Start from an output of 0 with an lse of minus infinity:
     it has seen no key yet.
     """
+    outs = []
     for ranks in (3, 1, 2, 4, 5, 9):
         for rank in range(ranks):
-            _judge_ring(answer, ranks, rank)
+            outs.append(_judge_ring(answer, ranks, rank))
+    expect(
+        all(equal_values(now, then) for now, then in outs),
+        "A later call of `my_ring` changed the outputs of an earlier one: return a new "
+        "tensor.",
+    )
     judge_ranks(REAL, _on_real_ranks, answer, worlds=(3,))
     return (
         "rings of 1 to 9 ranks, and three real ones; no rank waits before it computes"
@@ -222,7 +228,8 @@ def _as_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
+def _judge_ring(answer: Answer, ranks: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Judge one rank's call; return its outputs, and a copy of them."""
     q, k, v = _whole(ranks, ranks)
     parts = list(zip(k.chunk(ranks, 2), v.chunk(ranks, 2), strict=True))
     mine, seen = q.chunk(ranks, 2)[rank], _Neighbours(parts, rank)
@@ -264,6 +271,7 @@ def _judge_ring(answer: Answer, ranks: int, rank: int) -> None:
         equal_values(own, (mine, *parts[rank])),
         f"{where} changed its queries, keys or values; work on tensors of your own.",
     )
+    return out, out.clone()
 
 
 def _on_real_ranks(my_ring: Callable) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from ddp_course.chapters.ch16_long_sequences import solutions
 from ddp_course.context_parallel import online_softmax
 from ddp_course.context_parallel.online_softmax import merge
 
+BUFFERS = {}  # what a function keeps from call to call
+
+
 ANSWERS = answers(
     solutions,
     globals(),
@@ -170,6 +173,10 @@ ANSWERS = answers(
         => torch.full_like(q[..., 0].transpose(0, 1), -torch.inf)
     over_its_queries: changed its queries
         return out => return q.copy_(out)
+    one_buffer_for_all_calls: changed the outputs of an earlier one
+        return out
+        => kept = BUFFERS.setdefault((out.shape, out.dtype), torch.empty_like(out))
+        => return kept.copy_(out)
     output_and_lse: returned
         return out => return out, lse
     """,
