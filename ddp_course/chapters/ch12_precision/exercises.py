@@ -239,6 +239,7 @@ STEP = {
 SPECIAL_NUMBERS = (math.inf, -math.inf, math.nan, 1e20)  # ranks step with 1e20
 EVERYWHERE, LARGE = 4, 7  # cases: inf on all ranks; large numbers, whose sum is inf
 UNCLIPPED = 17  # case: max_norm is inf
+NEARLY = 12  # case: the norm is only 0.2 % above max_norm
 NAN_ON_LAST = 18  # case: one nan, on the last rank; gloo's MAX keeps rank 0's nan alone
 
 
@@ -276,13 +277,15 @@ def _shards(d: Draw) -> tuple[list[Tensor], list[Tensor], float, float, float]:
     In every third case a gradient of one rank has one of SPECIAL_NUMBERS; in case
     EVERYWHERE all ranks have an inf, in case NAN_ON_LAST the last rank has a nan, and
     in case LARGE all numbers are finite but a tensor's sum is not. `max_norm` lies
-    above or below the norm of all ranks' gradients; in case UNCLIPPED it is inf.
+    above or below the norm of all ranks' gradients; in case NEARLY a little below; in
+    case UNCLIPPED it is inf.
     """
     everyones = [_gradients(Draw(d.case, r, d.n)) for r in range(d.n)]
     norm = math.sqrt(sum(g.square().sum() for gs in everyones for g in gs))
     gradients, scale = everyones[d.rank], d.same.choice([1024.0, 8.0, 0.25])
     max_norm = norm * (0.95, 0.1, 1.5)[d.case % 3] + 0.001
     max_norm = math.inf if d.case == UNCLIPPED else max_norm
+    max_norm = 0.998 * norm if d.case == NEARLY else max_norm
     owner, special = d.same.randrange(d.n), SPECIAL_NUMBERS[(d.case // 3 + d.n) % 4]
     special = math.inf if d.case == EVERYWHERE else special
     if d.case == NAN_ON_LAST:

@@ -283,6 +283,9 @@ ANSWERS = answers(
         gradient / scale => gradient.view(-1).view(gradient.shape) / scale
     weights_in_other_memory: views of it keep the old numbers
         weight -= => weight.data = weight -
+    within_a_hundredth: if it is above `max_norm`
+        min(1.0, max_norm / norm) if norm else 1.0
+        => max_norm / norm if norm > 1.01 * max_norm else 1.0
     known_to_one: return whether all ranks step
         dist. => mine = squares.isfinite(); squares.nan_to_num_(0, 0); dist.
         float(squares.sqrt()) => float(squares.sqrt()) if mine else math.inf
