@@ -149,6 +149,8 @@ ANSWERS = answers(
         pulled[worker] = weights.clone() => pulled[worker] = weights
     on_the_callers_weights: work on a copy
         weights.clone(), {} => weights, {}
+    a_rate_of_32_bits: subtracted once
+        lr * gradient => torch.tensor(lr) * gradient
     applied_twice: subtracted once
         lr * gradient => 2 * lr * gradient
     scales_the_gradient_itself: changed a gradient that `gradient` returned
@@ -300,6 +302,15 @@ ANSWERS = answers(
         => weights.copy_(step)
     one_too_many: no more and no fewer
         range(pushes) => range(pushes + 1)
+    a_rate_of_32_bits: in `weights`; expected
+        lr * gradient => torch.tensor(lr) * gradient
+    trainable_weights: left `requires_grad`
+        sgd = torch.optim.SGD([weights.requires_grad_()], lr=lr)
+        for _ in range(pushes):
+            weights.grad = torch.empty_like(weights)
+            worker = dist.recv(weights.grad)
+            sgd.step()
+            dist.send(weights.detach(), worker)
     at_least_one_push: no more and no fewer
         gradient = torch.empty_like(weights)
         while True:
