@@ -250,9 +250,10 @@ def _gradients(d: Draw) -> tuple[list[Tensor], list[Tensor], int]:
         groups = [list(range(first, d.n, ep)) for first in range(ep)]
         if ep not in _GROUPS:
             _GROUPS[ep] = dist.new_subgroups_by_enumeration(groups)[0]
+    dtype = (torch.float64, torch.float32)[d.case % 2]
     lists = [
         [
-            d.tensor(d.same.choice(SHAPES), torch.float64, strided=True)
+            d.tensor(d.same.choice(SHAPES), dtype, strided=True)
             for _ in range(d.same.randint(least, 3))
         ]
         for least in (1, d.case % 2)

@@ -260,6 +260,11 @@ ANSWERS = answers(
     rounded: in their own dtype
         gradient /= dist.get_world_size()
         => gradient.copy_((gradient / dist.get_world_size()).float())
+    sent_in_64_bits: bytes;
+        dist.all_reduce(gradient, group=group) => wide = gradient.double()
+        => dist.all_reduce(wide, group=group)
+        gradient /= dist.get_world_size()
+        => gradient.copy_(wide / dist.get_world_size())
     in_other_memory: views of it keep the old numbers
         gradient /= dist.get_world_size()
         => gradient.data = gradient / dist.get_world_size()
