@@ -407,8 +407,8 @@ SENDING = {
     "sends": "sent {last} all-reduces in the last microbatch; expected one for each of "
     "{buckets} buckets: otherwise the ranks are never averaged.",
     "no_more": "called {more} collectives beside DDP's own; none is needed.",
-    "untouched": "has a changed list, or other numbers in it: leave `microbatches` as "
-    "it is.",
+    "untouched": "has a changed list, or other numbers in it, or rows that require a "
+    "gradient: leave `microbatches` as it is.",
     "same_weights": "has changed parameters; leave the step to the optimizer.",
     "as_before": "left `ddp` in another state than before: {state}. Later backwards "
     "need it as it was.",
@@ -449,7 +449,8 @@ class _Regression(nn.Module):
         return (self.layers(x) - y).square().mean()
 
     def gradient(self) -> Tensor:
-        trained = (p for p in self.parameters() if p.requires_grad)
+        """Return the gradient of all trained parameters, in one row."""
+        trained = (p for p in self.parameters() if p is not self.layers[0].bias)
         zeros_or = ((p.grad, torch.zeros_like(p)) for p in trained)
         return torch.cat([(z if g is None else g).flatten() for g, z in zeros_or])
 
@@ -526,10 +527,17 @@ def _accumulated(
     facts |= {"no_more": not more, "more": more}
     same = [*map(id, batches)] == [*map(id, microbatches)]
     facts["untouched"] = same and equal_values(microbatches, _rows(rank, sizes))
+    facts["untouched"] &= not any(
+        t.requires_grad for pair in microbatches for t in pair
+    )
     pairs = zip(model.parameters(), _Regression().parameters(), strict=True)
     facts["same_weights"] = all(torch.equal(now, before) for now, before in pairs)
     state = ["it no longer synchronises"] * (not ddp.require_backward_grad_sync)
     state += ["it is in eval mode"] * (not ddp.training)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    state += ["other parameters are frozen"] * (frozen != ["layers.0.bias"])
+    has_one = model.layers[0].bias.grad is not None
+    state += ["a frozen parameter has a gradient"] * has_one
     facts |= {"as_before": not state, "state": " and ".join(state)}
     facts["right"] = torch.allclose(got, wanted, rtol=1e-4, atol=1e-5)
     return facts | {"ratio": (got / wanted).median().item()}

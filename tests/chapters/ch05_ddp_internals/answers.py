@@ -329,6 +329,18 @@ ANSWERS = answers(
         solutions.accumulate(ddp, microbatches)
         for x, _ in microbatches:
             x.zero_()
+    wants_gradients_of_rows: rows that require a gradient
+        for x, _ in microbatches:
+            x.requires_grad_()
+        solutions.accumulate(ddp, microbatches)
+    zeros_for_frozen_ones: a frozen parameter has a gradient
+        solutions.accumulate(ddp, microbatches)
+        for p in ddp.parameters():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+    frozen_afterwards: other parameters are frozen
+        solutions.accumulate(ddp, microbatches)
+        ddp.requires_grad_(False)
     averages_by_hand: collectives beside DDP's own
         solutions.accumulate(ddp, microbatches)
         for p in ddp.parameters():
