@@ -60,7 +60,7 @@ def check_my_bucket_plan(answer: Answer) -> str:
         _judge_plan(where, answer(parameters, *CAPS[0]), parameters, *CAPS[0])
     return (
         f"{len(models) * len(CAPS)} plans, with tied, frozen and empty parameters and "
-        "up to four dtypes: every gradient once, the last layers first, each bucket "
+        "up to five dtypes: every gradient once, the last layers first, each bucket "
         "closed at its cap"
     )
 
@@ -77,7 +77,7 @@ def _models() -> dict[str, Pairs]:
     filling = [nn.Parameter(torch.zeros(25 * size)) for size in sizes]
     half, double, other_half = torch.bfloat16, torch.float64, torch.float16
     shapes = (((3, 0), half), ((), half), ((9,), double), ((), None), ((300,), half))
-    shapes += (((7,), other_half),)
+    shapes += (((7,), other_half), ((5,), torch.complex64))
     mixed = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in shapes * 3]
     large = [nn.Parameter(torch.empty(2**30 + k, device="meta")) for k in range(3)]
     many = [nn.Parameter(torch.zeros(1)) for _ in range(1200)]
@@ -87,7 +87,7 @@ def _models() -> dict[str, Pairs]:
         "a GPT with a frozen block": list(frozen.named_parameters()),
         "a GPT with parameters of two types": list(two_types.named_parameters()),
         "parameters that fill buckets to the byte": _named(filling),
-        "parameters of four types, some without dimensions": _named(mixed),
+        "parameters of five types, some without dimensions": _named(mixed),
         "parameters of 4 GiB": _named(large),
         "1,200 parameters of one number": _named(many),
         "one parameter": [("p", nn.Parameter(torch.zeros(3)))],

@@ -42,6 +42,7 @@ def check_my_ledger(answer: Answer) -> str:
         cases += 1
         right = solutions.my_ledger(model, optimizer)
         before, numbers = _seen(model, optimizer), copied(_kept_by(model, optimizer))
+        settings = _settings(model, optimizer)
         got = answer(model, optimizer)
         where = f"For {title},"
         expect(
@@ -64,6 +65,11 @@ def check_my_ledger(answer: Answer) -> str:
             equal_values(_kept_by(model, optimizer), numbers),
             f"{where} your function changed numbers of the model or the optimizer, or "
             "what is trained.",
+        )
+        expect(
+            settings == _settings(model, optimizer),
+            f"{where} your function changed the model's mode or the optimizer's "
+            "`param_groups`.",
         )
         again = answer(model, optimizer)
         expect(
@@ -205,6 +211,15 @@ def _kept_by(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def _seen(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     return list(map(id, _kept_by(model, optimizer)))
+
+
+def _settings(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the mode of each module, and the optimizer's groups."""
+    groups = [
+        {**group, "params": [*map(id, group["params"])]}
+        for group in optimizer.param_groups
+    ]
+    return [[module.training for module in model.modules()], groups]
 
 
 # ---- largest_batch -----------------------------------------------------------------

@@ -103,6 +103,10 @@ ANSWERS = answers(
     fails_with_nothing_to_send: IndexError
         filling: => last = list(reversed(once.values()))[0]
         => filling:
+    types_of_a_table: p20` is in no bucket
+        known = torch.float32, torch.float64, torch.float16, torch.bfloat16
+        parameters = [(name, p) for name, p in parameters if p.dtype in known]
+        return solutions.my_bucket_plan(parameters, cap, first)
     """,
     mini_ddp="""
     views_of_buffers:

@@ -127,6 +127,15 @@ ANSWERS = answers(
     thaws_the_model: or what is trained
         parameters = list(model.parameters())
         => parameters = list(model.requires_grad_().parameters())
+    left_in_eval_mode: changed the model's mode
+        ledger = solutions.my_ledger(model, optimizer)
+        model.eval()
+        return ledger
+    stops_the_optimizer: `param_groups`
+        ledger = solutions.my_ledger(model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        return ledger
     gradients_of_the_optimizer: and may have a gradient
         count(p.grad for p in parameters if p.grad is not None)
         => count(p.grad for g in optimizer.param_groups for p in g["params"]
