@@ -39,13 +39,6 @@ class OffloadedOptimizer:
         host: Any,
         **options: Any,
     ) -> None:
-        if not hasattr(host, "to_host"):
-            raise ValueError(f"host is {host!r}; it must be an object, HostMemory()")
-        if not callable(optimizer):
-            kind = type(optimizer).__name__
-            raise ValueError(
-                f"optimizer is of type {kind}; pass a class, such as AdamW"
-            )
         self.host = host
         self.parameters = [p for p in parameters if p.requires_grad]
         self.masters = [host.empty_like(p).copy_(p) for p in self.parameters]

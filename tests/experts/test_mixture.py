@@ -169,6 +169,4 @@ def test_scores_in_place_of_choices_are_refused():
 eight = torch.arange(8).view(4, 2)
 test_what_is_no_choice_of_an_expert_is_refused = refused(
     (lambda: loads(eight, 4), "chosen has expert 7; it can be 0 to 3"),
-    (lambda: capacity(6, 0, 2, 1.0), "num_experts is 0; it must be a number above 0"),
-    (lambda: capacity(6, 4, 2, -1.0), "factor is -1.0; it must be a number above 0"),
 )

@@ -154,15 +154,8 @@ class Copies(OffloadedOptimizer):
         parameter.grad = gradient
 
 
-weights = [nn.Parameter(torch.ones(2))]
-test_what_is_no_host_no_link_and_no_class_is_refused = refused(
+test_what_is_no_link_is_refused = refused(
     (lambda: HostMemory(3), "link is 3; it must be a Link, or None"),
-    (lambda: OffloadedOptimizer(weights, torch.optim.SGD, Link()), "host is Link"),
-    (lambda: OffloadedOptimizer(weights, torch.optim.SGD, HostMemory), "be an object"),
-    (
-        lambda: OffloadedOptimizer(weights, torch.optim.SGD(weights), HostMemory()),
-        "optimizer is of type SGD; pass a class, such as AdamW",
-    ),
 )
 
 
