@@ -21,6 +21,7 @@ numbers the ranks in the same way. Explained in chapter 09.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -67,7 +68,7 @@ class Mesh:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of `rank` (0 to size - 1) on each axis."""
         last = self.size - 1
-        if not isinstance(rank, int) or not 0 <= rank <= last:
+        if not isinstance(rank, Integral) or not 0 <= rank <= last:
             raise ValueError(
                 f"rank is {rank!r}; in a mesh {self} it can be 0 to {last}"
             )

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from math import prod
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from ddp_course.coordinates import Mesh
@@ -438,9 +439,12 @@ class Layout:
         parts = self.threads if self.threads > 1 else self.shares
         alone = self.threads == 1 and not self.model_axes
         who = f"{parts} {'rank' if alone else 'replica'}{'s' * (parts > 1)}"
-        if type(batch_size) is not int or batch_size < 1 or batch_size % parts:
+        if not isinstance(batch_size, Integral) or batch_size < 1:
+            text = f"batch_size is {batch_size!r}; it must be a whole number, 1 or more"
+            raise SpecError(text, "batch_size")
+        if batch_size % parts:
             raise SpecError(
-                f"{batch_size!r} rows cannot be shared equally by {who}; make the "
+                f"{batch_size} rows cannot be shared equally by {who}; make the "
                 f"batch size a multiple of {parts}",
                 "batch_size",
             )
@@ -484,7 +488,7 @@ def layout_for(world_size: int, **options: Any) -> Layout:
     `options` are fields of Layout. If dp is not among them, it gets the ranks that the
     other axes leave. Raises SpecError, a ValueError. Chapter 09.
     """
-    if type(world_size) is not int or world_size < 1:
+    if not isinstance(world_size, Integral) or world_size < 1:
         can = "it must be a whole number, 1 or more"
         raise SpecError(f"world_size is {world_size!r}; {can}")
     check_names(options, [each.name for each in fields(Layout)])
@@ -522,6 +526,7 @@ def check_fields(spec: Training | Layout) -> None:
         if value is None and each.default is None:
             continue
         if about["choices"] is not None:
+            # a list: the value may not be hashable
             right = value in [*about["choices"]] and not isinstance(value, bool)
             can = "can be one of " + ", ".join(map(str, about["choices"]))
         elif str(each.type).startswith("str"):
@@ -530,8 +535,9 @@ def check_fields(spec: Training | Layout) -> None:
             whole, limits = str(each.type).startswith("int"), about["limits"]
             right = type(value) is int if whole else isinstance(value, int | float)
             right = right and within(value, **limits)
-            kind = "a whole number, " if whole else "a number, "
-            can = f"must be {kind}{in_words(**limits)}"
+            words = in_words(**limits)
+            between = " " if words.startswith("above") else ", "
+            can = f"must be a {'whole ' if whole else ''}number{between}{words}"
         if not right:
             raise SpecError(f"{each.name} is {value!r}; it {can}", each.name)
 

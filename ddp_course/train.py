@@ -137,8 +137,8 @@ def train(
     each step: chapter 18 limits memory in this way.
 
     Raises ValueError, before any message is sent, for rows that cannot be shared
-    equally, an option that does not exist, or processes of a cluster that have not
-    initialised their process group. Chapters 04, 05, 09 and 10.
+    equally, an option that does not exist or differs between the ranks, or processes of
+    a cluster that have not initialised their process group. Chapters 04, 05, 09 and 10.
     """
     *own, _ = signature(train).parameters
     check_names(layout_options, (*own, *(each.name for each in fields(Layout))))
@@ -158,8 +158,9 @@ def train(
     corpus = load_corpus()
     config = asked.with_experts(config_named(preset))
     layout.check(batch_size=batch_size, config=config)
-    if together:  # other options on another rank would hang, or train another model
-        agreed(lambda: None, None, **vars(asked), **vars(layout), config=config)
+    if together:  # ranks with other options would hang, or train another model
+        saves = {"config": config, "checkpoint": "set" if checkpoint else "not set"}
+        agreed(lambda: None, None, **{**vars(asked), **vars(layout), **saves})
     build = build_mixture_gpt if isinstance(config, MixtureConfig) else build_gpt
     model = build(config, seed).to(my_device, dtype_of(layout))
     axes = make_groups(layout.mesh, *layout.together) if together else None

@@ -124,7 +124,7 @@ def test_ranks_are_torchruns_business_under_torchrun(monkeypatch, capsys):
     for missing in ("WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(missing, raising=False)
     code, output = complaint("train", capsys)
-    assert code == 1 and "WORLD_SIZE and MASTER_PORT are not set: start" in output
+    assert code == 1 and "WORLD_SIZE, MASTER_PORT: not set. Start" in output
 
 
 @pytest.mark.parametrize(("steps", "lines"), [(1, 1), (7, 7), (20, 20), (399, 22)])

@@ -96,8 +96,6 @@ def make_plan(
     idempotent: bool = False,
 ) -> Plan:
     """Return a plan; by default every rank starts and ends with every chunk."""
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size is {world_size!r}; it must be 1 or more")
     everything, transfers = [range(chunks)] * world_size, tuple(sorted(transfers))
     ends = [tuple(map(frozenset, chunks or everything)) for chunks in (start, end)]
     return Plan(name, world_size, chunks, transfers, *ends, idempotent)

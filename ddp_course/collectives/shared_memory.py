@@ -44,8 +44,9 @@ def empty(
         call.refuse(f"shape is {shape}; it must be whole numbers, 0 or more")
     elif not isinstance(dtype, torch.dtype):
         call.refuse(f"dtype is {dtype!r}; it must be a type, such as torch.float32")
-    elif math.prod(shape) * dtype.itemsize > most:
-        call.refuse(f"shape is {shape}; this machine has {most} bytes of memory")
+    elif (nbytes := math.prod(shape) * dtype.itemsize) > most:
+        text = f"shape is {shape}, which takes {nbytes:,} bytes; this machine has"
+        call.refuse(f"{text} {most:,} bytes of memory")
     _check_shared(call)
 
     def body() -> None:

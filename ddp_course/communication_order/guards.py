@@ -98,10 +98,9 @@ class UnderWay(Tensor):
     def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
         """Raise RuntimeError from any function, also when autograd accumulates."""
         raise RuntimeError(
-            "this gradient is still under way: after each backward, call model.step() "
-            "in place of optimizer.step(). To clip gradients, call "
-            "model.step(max_norm=...), and before anything else that reads them, call "
-            "model.finish()"
+            "this gradient is still under way: call model.step() in place of "
+            "optimizer.step(). To clip gradients, call model.step(max_norm=...), and "
+            "before anything else that reads them, call model.finish()"
         )
 
     __torch_function__ = __torch_dispatch__

@@ -53,9 +53,9 @@ def padded_length(length: int, num_ranks: int, assignment: str) -> int:
     if assignment not in ASSIGNMENTS:
         known = ", ".join(ASSIGNMENTS)
         raise ValueError(f"assignment is {assignment!r}; it can be {known}")
-    for name, number in {"length": length, "num_ranks": num_ranks}.items():
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} is {number!r}; it must be a whole number above 0")
+    if min(length, num_ranks) < 1:
+        both = f"length is {length} and num_ranks {num_ranks}"
+        raise ValueError(f"{both}; both must be 1 or more")
     unit = num_ranks * (2 if assignment == "zigzag" else 1)
     return -(-length // unit) * unit
 

@@ -21,8 +21,6 @@ def part_sizes(rows: int, replicas: int) -> list[int]:
     are left. So 5 rows for 4 replicas give [2, 2, 1], and the fourth replica is idle. 0
     rows give [0].
     """
-    if not isinstance(replicas, int) or replicas < 1:
-        raise ValueError(f"replicas is {replicas!r}; it must be a whole number above 0")
     most = max(1, -(-rows // replicas))
     return [min(most, rows - start) for start in range(0, rows, most)] or [0]
 

@@ -110,7 +110,7 @@ class Draw:
     `same` draws values that are equal on all ranks, such as a size; `own` draws
     different ones on each rank. The same case has the same inputs in every run. From
     number AGAIN on, a case is drawn again: `same` draws what it drew for the case
-    `number - AGAIN`, and `own` draws other numbers.
+    `number % AGAIN`, and `own` draws other numbers.
     """
 
     def __init__(self, number: int, rank: int = 0, n: int = 1) -> None:

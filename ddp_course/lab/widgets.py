@@ -95,8 +95,8 @@ def _signature(draw: Callable, names: Mapping[str, Any]) -> inspect.Signature:
     for name, control in names.items():
         if isinstance(control, (int, float)) and not isinstance(control, bool):
             raise TypeError(
-                f"{name} is {control!r}; it must be (lowest, highest) for a slider, or "
-                "a list for a menu"
+                f"{name} is {control!r}; it must be (lowest, highest) for a slider, "
+                "a list for a menu, or True or False for a checkbox"
             )
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([known[name].replace(kind=kind) for name in names])

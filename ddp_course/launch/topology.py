@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 import torch.distributed as dist
@@ -49,11 +50,11 @@ class Topology:
     nproc_per_node: int = 4
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a cluster without ranks."""
-        numbers = self.nnodes, self.nproc_per_node
-        if any(not isinstance(n, int) or n < 1 for n in numbers):
-            must = "both must be whole numbers, 1 or more"
-            raise ValueError(f"a cluster of {self}: {must}")
+        """Raise ValueError for a number of machines or ranks that cannot be."""
+        for name, number in vars(self).items():
+            if not isinstance(number, Integral) or number < 1:
+                must = "it must be a whole number, 1 or more"
+                raise ValueError(f"{name} is {number!r}; {must}")
 
     @property
     def world_size(self) -> int:

@@ -46,11 +46,10 @@ def check_variables() -> None:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in known]
     if missing:
-        names = " and ".join(missing)
         raise ValueError(
-            f"{names} {'is' if len(missing) == 1 else 'are'} not set: start this "
-            f"program with torchrun, which sets {', '.join(needed[:-1])} and "
-            f"{needed[-1]}; for a single process, set none of them"
+            f"{', '.join(missing)}: not set. Start this program with torchrun, which "
+            "sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; under SLURM or MPI, "
+            "set MASTER_ADDR and MASTER_PORT yourself"
         )
 
 

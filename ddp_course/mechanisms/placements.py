@@ -276,8 +276,8 @@ def clip_grad_norm_(
     Returns the norm before scaling. All ranks along the groups call it. PyTorch's
     clip_grad_norm_ would take each rank's part for the whole. Chapter 07.
     """
-    if not isinstance(max_norm, float | int | Tensor) or not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm!r}; it must be a number above 0")
+    if not float(max_norm) >= 0:
+        raise ValueError(f"max_norm is {max_norm!r}; it must be a number, 0 or more")
     tensors = list(tensors)
     norm = total_norm(tensors, groups, norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

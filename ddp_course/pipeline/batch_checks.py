@@ -22,7 +22,6 @@ from ddp_course.mechanisms.agreement import agreed, describe, kind_of
 from ddp_course.mechanisms.placements import device_of
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
-MODES = "to train, call step(x, y); to evaluate, pipeline(x, y) under torch.no_grad()"
 
 
 class SameBatch:
@@ -56,14 +55,15 @@ class SameBatch:
             problem = problem or needs_whole_batch(pipeline.module)
             problem = problem or self._weight_problem(m, y)
         if not torch.is_grad_enabled():
-            problem = f"gradients are switched off, and step needs them: {MODES}"
+            problem = "gradients are switched off; call step outside torch.no_grad()"
         self._agree("step", pipeline, x, y, problem)
 
     def before_forward(self, pipeline: Any, x: Any, y: Any) -> None:
         """Check the batch of an evaluation."""
         trains = y is not None and pipeline.training and torch.is_grad_enabled()
-        problem = f"the loss of a call has no gradients: {MODES}" if trains else None
-        self._agree("forward", pipeline, x, y, problem)
+        problem = "the loss of a call has no gradients: to train, call step(x, y); to "
+        problem += "evaluate, call eval() first, or use torch.no_grad()"
+        self._agree("forward", pipeline, x, y, problem if trains else None)
 
     def _agree(
         self, name: str, pipeline: Any, x: Any, y: Any, problem: str | None

@@ -183,7 +183,7 @@ class PipelineParallel(DividedModule, Pipeline):
 
         Without targets, returns (output of the last layer, None) on the last stage's
         rank, with an output of (B, T, V), and (None, None) on the others. With targets,
-        returns (None, mean loss) on all ranks, if under `torch.no_grad` or in `eval()`.
+        returns (None, mean loss) on all ranks; needs `eval()` or `torch.no_grad`.
         """
         self._check_usable()
         announce(self.parts, "before_forward", self, x, y)

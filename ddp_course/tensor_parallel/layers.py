@@ -94,8 +94,8 @@ class ParallelLayer(nn.Module):
         super().__init__()
         if not all(hasattr(full, name) for name in self.CUTS):
             raise ValueError(
-                f"full is {full!r}; {type(self).__name__} takes a whole layer with "
-                f"{' and '.join(self.CUTS)}, such as nn.Linear(4, 8) or nn.LayerNorm(8)"
+                f"full is {full!r}; {type(self).__name__} takes the full layer, "
+                f"with {' and '.join(self.CUTS)}"
             )
         self.group = exchange_of(group)
         for name in self.CUTS:
@@ -139,8 +139,6 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, full: MLP, group: Group = None) -> None:
         super().__init__()
-        if not hasattr(full, "up") or not hasattr(full, "down"):
-            raise ValueError(f"full is {full!r}; it must be an MLP, with up and down")
         self.up = ColumnParallelLinear(full.up, group)
         self.down = RowParallelLinear(full.down, group)
 

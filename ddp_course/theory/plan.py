@@ -181,7 +181,7 @@ def plan(
     Args:
         model: the model to train.
         gpus: the number of GPUs; all are data-parallel.
-        memory: bytes of one GPU.
+        memory: bytes of one GPU, 1e6 or more.
         optimizer: as for `theory.model_states`.
         precision: as for `theory.model_states`.
         batch: rows of one microbatch on one GPU.
@@ -199,9 +199,12 @@ def plan(
         must = 'it must be a Model, such as theory.MODELS["gpt2-xl"]'
         raise ValueError(f"model is {model!r}; {must}")
     check_count("gpus", gpus)
-    _check_bytes("memory", memory)
+    check_positive("memory", memory)
+    if memory < 1e6:
+        can = "it must be 1e6 or more (24 GB are 24e9)"
+        raise ValueError(f"memory is {memory:g} bytes; {can}")
     if bandwidth is not None:
-        _check_bytes("bandwidth", bandwidth)
+        check_positive("bandwidth", bandwidth)
     precision = precision_named(precision)
     kept = model.activations(precision, batch, recompute, fused_attention)
 
@@ -220,15 +223,6 @@ def plan(
         seconds = None if bandwidth is None else sent / bandwidth
         rows.append(Row(name, stage, ledger, fits(ledger), sent, times_ddp, seconds))
     return [*rows, _offloaded(rows[3], fits)]
-
-
-def _check_bytes(name: str, value: float) -> None:
-    """Raise ValueError unless `value` can be bytes, and not gigabytes."""
-    check_positive(name, value)
-    if value < 1e6:
-        raise ValueError(
-            f"{name} is {value:g}, in bytes; it must be 1e6 or more (24 GB are 24e9)"
-        )
 
 
 def _offloaded(row: Row, fits: Callable[[Ledger], bool | None]) -> Row:

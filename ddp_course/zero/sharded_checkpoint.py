@@ -104,14 +104,12 @@ def _groups(
     sharded: ShardedModule, optimizer: Optimizer | None
 ) -> list[dist.ProcessGroup]:
     """Return the groups that divide or replicate the module."""
-    if not isinstance(sharded, ShardedModule) or not isinstance(
-        optimizer, Optimizer | None
-    ):
-        raise ValueError(
-            f"sharded is a {type(sharded).__name__} and optimizer a "
-            f"{type(optimizer).__name__}; pass (folder, module, optimizer) with the "
-            "FullyShardedDataParallel module and the optimizer of its parameters"
-        )
+    if not isinstance(sharded, ShardedModule):
+        must = "it must be a FullyShardedDataParallel module"
+        raise ValueError(f"sharded is of type {type(sharded).__name__}; {must}")
+    if not isinstance(optimizer, Optimizer | None):
+        must = "it must be the optimizer of the module's parameters, or None"
+        raise ValueError(f"optimizer is of type {type(optimizer).__name__}; {must}")
     return list(dict.fromkeys([*sharded.groups, *sharded.replica_groups]))
 
 

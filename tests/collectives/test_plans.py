@@ -125,13 +125,6 @@ def test_a_plan_can_be_read():
     ]
 
 
-@pytest.mark.parametrize("n", [0, -1])
-def test_a_plan_for_no_rank_is_refused(n):
-    for plan in (catalog.ring_plan, catalog.broadcast_naive_plan):
-        with pytest.raises(ValueError, match=f"world_size is {n}; it must be 1"):
-            plan(n)
-
-
 def test_the_states_of_a_simulation():
     states = simulate(ring_plan(2))
     assert states[0] == [[(0,), (0,)], [(1,), (1,)]]

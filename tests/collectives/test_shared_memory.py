@@ -54,7 +54,7 @@ def refused() -> list[tuple[str, str]]:
     table = [
         (all_reduce, [x[4:] if odd else x[:4]], "in shared memory 0 at byte 16"),
         (all_reduce, [None], "tensor is a NoneType, not a tensor"),
-        (shared_memory.empty, [10**16], "shape is (10000000000000000,); this machine"),
+        (shared_memory.empty, [10**16], "shape is (10000000000000000,), which takes"),
         (partial(shared_memory.empty, dtype="float32"), [2], "dtype is 'float32'; it"),
         (all_reduce, [ones(8) if odd else x],
          "tensor float32 [8], op SUM, in shared memory 0 at byte 0; rank 1: "),

@@ -424,7 +424,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
         assert 0 <= written - sent <= 400 * messages < sent / 20
     for _, words in ranks:
         for name, part in {
-            "clip": "this gradient is still under way: after each backward, call model",
+            "clip": "this gradient is still under way: call model.step",
             "step": "model.step.max_norm=....,",
             "backward": "this gradient is still under way",
             "copy": "cannot be copied or pickled",

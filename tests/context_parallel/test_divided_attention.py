@@ -233,10 +233,8 @@ def test_what_cannot_be_assigned_is_refused():
         assign(48, 4, "zag")
     with pytest.raises(ValueError, match="assignment is 'zag'; it can be contiguous"):
         padded_length(48, 4, "zag")
-    for n in (0, -1, "4"):
-        with pytest.raises(
-            ValueError, match=f"num_ranks is {n!r}; it must be a whole "
-        ):
+    for n in (0, -1):
+        with pytest.raises(ValueError, match=f"num_ranks {n}; both must be 1 or more"):
             assign(48, n)
     assert padded_length(50, 4, "zigzag") == 56
     assert padded_length(50, 4, "striped") == 52

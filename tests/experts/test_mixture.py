@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from refusals import refused
 from torch import nn
 
 from ddp_course.experts import naive
@@ -164,9 +163,3 @@ def test_scores_in_place_of_choices_are_refused():
         ValueError, match=r"chosen is torch.float32 \[3, 4\]; it must be"
     ):
         auxiliary_loss(chosen, scores)
-
-
-eight = torch.arange(8).view(4, 2)
-test_what_is_no_choice_of_an_expert_is_refused = refused(
-    (lambda: loads(eight, 4), "chosen has expert 7; it can be 0 to 3"),
-)

@@ -201,7 +201,7 @@ def test_a_rank_that_lacks_a_variable_is_refused_before_it_waits(monkeypatch, mi
         monkeypatch.setenv(name, value)
     check_variables()
     monkeypatch.delenv(missing)
-    with pytest.raises(ValueError, match=rf"^{missing} is not set: start this program"):
+    with pytest.raises(ValueError, match=rf"^{missing}: not set. Start this program"):
         join()
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")

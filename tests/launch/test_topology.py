@@ -91,7 +91,7 @@ def test_three_nodes_with_four_ranks_each():
     for rank in (-1, 12, 10**6):
         with pytest.raises(ValueError, match=rf"rank is {rank}; .*3 x 4.* 0 to 11"):
             topology.place(rank)
-    with pytest.raises(ValueError, match="a cluster of 2.5 x 4 ranks: both must be wh"):
+    with pytest.raises(ValueError, match="nnodes is 2.5; it must be a whole number, 1"):
         Topology(2.5)
 
 

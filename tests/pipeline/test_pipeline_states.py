@@ -174,7 +174,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "token": "y holds the token -9",
         "called": "the loss of a call has no gradients: to train, call step(x, y); to",
         "columns": "y is int64 [8, 2]; it must be [8, 5], as x is",
-        "no gradients": "gradients are switched off, and step needs them",
+        "no gradients": "gradients are switched off; call step outside",
         "norm": "1 is a BatchNorm1d in training: its mean would be a microbatch's, not",
         "running mean": "the buffer mean of a RunningMean changes in each forward",
         "spectral norm": "of a _SpectralNorm changes in each forward",

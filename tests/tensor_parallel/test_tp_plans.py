@@ -14,7 +14,6 @@ from ddp_course.model import PRESETS, GPTConfig, build_gpt
 from ddp_course.spec import AXES
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
-    ParallelMLP,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -95,12 +94,11 @@ def test_what_cannot_be():
 
 
 def test_sizes_in_place_of_a_layer_are_refused():
-    whole = "takes a whole layer with weight and bias, such as"
+    whole = "takes the full layer, with weight and bias"
     for full, layer, says in (
         (144, ColumnParallelLinear, f"full is 144; ColumnParallelLinear {whole}"),
         (nn.ReLU(), RowParallelLinear, rf"full is ReLU\(\); RowParallelLinear {whole}"),
         (96, VocabParallelEmbedding, "full is 96; it must be an nn.Embedding"),
-        (3, ParallelMLP, "full is 3; it must be an MLP, with up and down"),
     ):
         with pytest.raises(ValueError, match=says):
             layer(full, 576)

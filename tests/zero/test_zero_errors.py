@@ -98,10 +98,10 @@ def refused() -> dict[str, str]:
             "ValueError: to is '0'; it can be 0 to 2": (
                 lambda: right.consolidate_state_dict(to="0")
             ),
-            "ValueError: max_norm is 'x'; it must be a number above 0": (
-                lambda: right.clip_grad_norm_("x")
+            "ValueError: max_norm is -1; it must be a number, 0 or more": (
+                lambda: right.clip_grad_norm_(-1)
             ),
-            "ValueError: sharded is a Stage1 and *pass (folder, module, opt*": (
+            "ValueError: sharded is of type Stage1; it must be a Fully*": (
                 lambda: sharded_checkpoint.save("nowhere", right)
             ),
         }

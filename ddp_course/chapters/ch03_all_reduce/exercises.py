@@ -59,7 +59,7 @@ def check_ring_transfers(answer: Answer) -> str:
         for (step, rank), chunks in at_once.items():
             says = f"sends {chunks} chunks in step {step}, and none in another step."
             also = "If each sends one chunk in every step, no rank waits for another."
-            # Two ranks at the end: before that, three ranks get a hint that says more.
+            # Not the first time, for two ranks: with three, the hints above say more.
             expect(chunks == 1 or place == 0, f"{where} rank {rank} {says} {also}")
         expect(
             plan.steps == 2 * (n - 1),

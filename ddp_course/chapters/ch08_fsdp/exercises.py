@@ -171,7 +171,7 @@ LAYERS = (  # (description, dtype, frozen tensor, forward passes, backwards of e
     ("with an x that is frozen", torch.float32, "x", 1, 1),
     ("with a first shard that is frozen", torch.float32, "shard", 1, 1),
     ("with an x of one row", torch.float32, "", 1, 1),
-    ("with an x that on the last rank has no rows", torch.float32, "", 1, 1),
+    ("with an x that has no rows on the last rank", torch.float32, "", 1, 1),
     ("with one forward and two backwards", torch.float32, "", 1, 2),
 )
 LINEAR = {
@@ -314,8 +314,8 @@ def _three_layers(
     for whole in inputs:
         whole.requires_grad_()
         for _ in range(passes * backwards):
-            hidden_here = _together(whole, weights)
-            hidden_here.backward(_gradient(hidden_here))
+            output = _together(whole, weights)
+            output.backward(_gradient(output))
     wholes = {tuple(w.shape) for w in weights} | {tuple(w.T.shape) for w in weights}
     large = [shape for shape in saved if n > 1 and shape in wholes]
     others = [*before_backward.calls, *torch_log.calls]

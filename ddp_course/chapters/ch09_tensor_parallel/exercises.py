@@ -79,8 +79,8 @@ COPY = {
     "autograd hands the same tensor to both. Sum a copy of it.",
     "again": "has a wrong gradient of x after a second backward through the same "
     "graph (`retain_graph=True`): sum the gradient in each backward.",
-    "later": "has changed a gradient that an earlier backward returned, in one more "
-    "backward through the same graph: sum a new copy in each.",
+    "later": "has a second backward through the same graph that changes the gradient "
+    "which the first one returned: sum a new copy in each.",
     "summed": "has no right gradient of x in `copy_to_ranks(x, all_reduce).sum()`, "
     "where all numbers of the incoming gradient share one place in memory: sum a copy.",
     "without": "got an error or another tensor where x requires no gradient: return x "

@@ -210,8 +210,8 @@ def _scale(d: Draw) -> tuple[float, int, bool, int]:
 # ---- agreed_step -------------------------------------------------------------------
 
 FEW = (
-    "called {called}, and wrote {written:,} bytes; at most two all_reduces, each of "
-    "one number, are needed."
+    "called {called}, and wrote {written:,} bytes; at most two all_reduces, with "
+    "two numbers in all, are needed."
 )
 WEIGHTS = (
     "left the weights {got_in_place}; expected {wanted_in_place}. First divide by the "

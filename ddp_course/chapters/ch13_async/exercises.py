@@ -139,7 +139,8 @@ class Gradients:
 
     def __eq__(self, other: object) -> bool:
         """Compare the calls, and whether the returned gradients are unchanged."""
-        assert isinstance(other, Gradients)
+        if not isinstance(other, Gradients):
+            return NotImplemented
         return self.calls == other.calls and self.unchanged() == other.unchanged()
 
     def unchanged(self) -> bool:
@@ -180,12 +181,12 @@ def _replayed(d: Draw) -> tuple[Record, Tensor, Gradients, float]:
 
 
 def wrong_calls(case: Case) -> str:
-    """Name the workers of the requested gradients, and of the recorded pushes."""
+    """Name the mistake: a changed gradient, or gradients of other workers."""
     calls, wanted = case.after["gradient"].calls, case.right["gradient"].calls
     if calls == wanted:
         return (
-            "changed a gradient that `gradient` returned. It may be the same tensor as "
-            "the weights which it was given; leave it as it is."
+            "changed a gradient that `gradient` returned; multiply into a tensor of "
+            "your own."
         )
     return (
         f"asked for gradients of the workers {shown(calls)}; the record has pushes of "
@@ -268,7 +269,7 @@ SERVER = MESSAGES | {
     "answered": "got {got} after push {turn}; expected {right}: the weights after its "
     "own gradient was used.",
     "sends_whole": "sent messages to ranks {to}; expected one answer to each push.",
-    "alike": "left `requires_grad` of `weights` changed.",
+    "alike": "left `requires_grad` of `weights` changed; change only its numbers.",
     "waited": "never waits for a message that it started: `{begun}`.",
 }
 

@@ -257,9 +257,9 @@ def check_my_diagnosis(answer: Answer) -> str:
     has made fewer calls in this group?
 
     If a rank of the group is behind, and neither in a collective nor in recv, it is the
-    cause. If there is none, compare the calls in which ranks wait: first those of one
-    group, then those of the ranks that two groups share. One call differs, by its name
-    or by its group.
+    cause. If there is none, compare, group by group, the ranks that wait in it: one
+    call may have another name. Otherwise two groups wait for each other: of the ranks
+    in both, one waits in another group than the rest.
     """
     hints = {"fits": _about_diagnosis, "right": _about_diagnosis}
     same_as(answer, solutions.my_diagnosis, _hang, cases=80, hints=hints)

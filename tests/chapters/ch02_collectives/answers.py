@@ -226,7 +226,7 @@ ANSWERS = answers(
         copy = tensor.float()
         solutions.my_broadcast(copy)
         tensor.copy_(copy)
-    the_real_part: With 5 ranks
+    the_real_part: With 3 ranks
         real = tensor.real.contiguous() if tensor.is_complex() else tensor
         solutions.my_broadcast(real)
         tensor.copy_(real)
