@@ -103,7 +103,7 @@ ANSWERS = answers(
         => total = x.clone(); all_reduce(total); return total / dist.get_world_size()
     sum_lost_in_a_copy: a strided x
         all_reduce(total) => all_reduce(total.contiguous())
-    one_buffer_for_all_copies: that an earlier backward returned
+    one_buffer_for_all_copies: changes the gradient which the first one returned
         gradient.clone()
         => BUFFERS.setdefault(gradient.shape, gradient.clone()).copy_(gradient)
     all_reduce_of_the_last_call: of another call in backward
@@ -113,7 +113,7 @@ ANSWERS = answers(
         all_reduce(total) => BUFFERS["first"](total)
         return Copy.apply(x)
         => BUFFERS.setdefault("first", all_reduce); return Copy.apply(x)
-    one_buffer_for_each_copy: that an earlier backward returned
+    one_buffer_for_each_copy: changes the gradient which the first one returned
         class Copy => buffer = torch.empty(x.shape, dtype=x.dtype)
         => class Copy
         gradient.clone() => buffer.copy_(gradient)
