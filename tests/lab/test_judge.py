@@ -39,6 +39,21 @@ def test_no_narrower_type_holds_what_has_64_bits(dtype):
     assert not Draw(1).tensor((4, 3), dtype, strided=True).is_contiguous()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "wrong"),
+    [
+        (torch.full((20,), 1 + 2j), torch.full((20,), 1 - 2j)),
+        (torch.full((20,), 2**60), torch.full((20,), 2**60 + 1)),
+        (torch.full((20,), torch.nan), torch.ones(20)),
+    ],
+    ids=["complex", "int64", "nan"],
+)
+def test_a_difference_that_float64_does_not_hold_is_found(wanted, wrong):
+    got = wanted.clone()
+    got[7] = wrong[7]
+    assert difference(got, wanted).startswith("; at [7] it has ")
+
+
 def double(numbers: list[int], tensor: torch.Tensor) -> list:
     """The solution of the tests below."""
     return [2 * sum(numbers), 2 * tensor]

@@ -109,7 +109,7 @@ def check_my_broadcast(answer: Answer) -> str:
     the numbers: each sends them to the rank one distance further, if it exists.
     """
     hint = "Which ranks have the numbers already, and to whom does each send next?"
-    for n in (2, 3, 4, 1, 7, 9):
+    for n in (2, 3, 4, 1, 7, 6, 9):
         real = same_on_ranks(
             *(answer, solutions.my_broadcast, _tensor),
             worlds=[n],
@@ -121,8 +121,8 @@ def check_my_broadcast(answer: Answer) -> str:
         for case in zip(*real, strict=True):
             _judge_tree(f"With {n} rank{'s' * (n > 1)},", n, case, hint)
     return (
-        "1, 2, 3, 4, 7 and 9 ranks have rank 0's numbers; each received them once, in "
-        "ceil(log2 N) steps"
+        "1, 2, 3, 4, 6, 7 and 9 ranks have rank 0's numbers; each received them once, "
+        "in ceil(log2 N) steps"
     )
 
 
@@ -164,7 +164,8 @@ def _judge_tree(where: str, n: int, real: Sequence[dict[str, Any]], hint: str) -
 # (rows of each rank, dtype); in large matrices one sees the bytes of a wider type
 MATRICES = (
     *((60, torch.int64), (1, torch.float64), (129, torch.bfloat16), (0, torch.float32)),
-    *((129, torch.bool), (40, torch.int64), (1, torch.complex64)),
+    *((129, torch.bool), (40, torch.int64), (129, torch.complex64)),
+    (129, torch.float32),
 )
 
 

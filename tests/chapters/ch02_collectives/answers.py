@@ -215,6 +215,11 @@ ANSWERS = answers(
             solutions.my_broadcast(tensor)
         else:
             along_a_chain(tensor)
+    a_chain_of_six: With 6 ranks, rank 5 gets its message in step 5
+        if dist.get_world_size() == 6:
+            along_a_chain(tensor)
+        else:
+            solutions.my_broadcast(tensor)
     three_steps_at_most: With 9 ranks, rank 8
         while distance < n => while distance < min(n, 8)
     a_chain_of_six_and_seven: With 7 ranks, rank 6 gets its message in step 6
@@ -316,6 +321,12 @@ ANSWERS = answers(
         return solutions.my_transpose(wide).to(rows.dtype)
     bools_sent_as_floats: bytes by the operating system's count
         wide = rows.float() if rows.dtype == torch.bool else rows
+        return solutions.my_transpose(wide).to(rows.dtype)
+    float32_sent_in_64_bits: bytes by the operating system's count
+        wide = rows.double() if rows.dtype == torch.float32 else rows
+        return solutions.my_transpose(wide).to(rows.dtype)
+    complex_sent_in_128_bits: bytes by the operating system's count
+        wide = rows.to(torch.complex128) if rows.is_complex() else rows
         return solutions.my_transpose(wide).to(rows.dtype)
     of_two_ranks: has not returned after
         other = 1 - dist.get_rank()
