@@ -6,8 +6,8 @@
     optimizer = optimizer_for(model, layout, axes, lr=3e-4)
 
 `spec.py` defines the layouts. The `axis.py` of each folder defines how one kind of
-parallelism wraps a model (`strategy.Strategy`). Axes compose because each divides the
-local parameters that the previous one left on the rank. Chapters 04 and 07 to 11.
+parallelism wraps a model (`strategy.Strategy`). Axes compose because each works
+on the local parameters that the previous one left. Chapters 04 and 07 to 11.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -113,7 +113,7 @@ def once(attend: Callable[..., Tensor], parts: list[Tensor]) -> None:
 
 
 class Step(NamedTuple):
-    """The seconds of one rank's step; the seconds in it of computing and sending."""
+    """The seconds of one rank's step, and how many of them it computed and sent."""
 
     step: float
     compute: float

@@ -178,7 +178,7 @@ def wrong_draws(
 
 
 class _Rank:
-    """A rank of a layout: it sleeps in place of layers, and sends real messages."""
+    """A rank of a layout: it sleeps instead of computing; its messages are real."""
 
     def __init__(self, c: Candidate, axes: Axes) -> None:
         self.c, self.axes, self.log = c, axes, EventLog()

@@ -129,7 +129,8 @@ class NotYet:
                     )
 
 
-GRADIENTS = Tensor.grad.__get__, Tensor.grad.__set__  # as zero_grad uses them
+# Reading or replacing .grad, as zero_grad does, is no use of the parameter.
+GRADIENTS = Tensor.grad.__get__, Tensor.grad.__set__
 
 
 class StepDue(nn.Parameter):

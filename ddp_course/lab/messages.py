@@ -136,7 +136,7 @@ def pending() -> Iterator[list[tuple[str, str]]]:
         yield ignored
     for one, kind in unwaited.items():
         ignored.append((kind, one.to_what))
-        with suppress(Exception):  # else it would disturb the next case
+        with suppress(Exception):  # the next case must not receive this message
             one.work.wait(timedelta(seconds=patient(PATIENCE)))
 
 
@@ -148,7 +148,7 @@ def waiting(ignored: list[tuple[str, str]]) -> dict[str, Any]:
 
 @contextmanager
 def watched() -> Iterator[dict[str, list]]:
-    """Record, on this rank, every message sent and every collective, in order.
+    """Record all messages and collectives of this rank, in order.
 
     The key "ignored" lists messages that were started and never waited for.
     """

@@ -10,11 +10,11 @@ Every operation of PyTorch reports its results to the log (`TorchDispatchMode`),
 records their storages; a weak reference reports the end of a storage, on any thread. So
 the log keeps nothing alive, and changes only the time that an operation takes.
 
-It does not see temporary memory of an operation (the work space of a kernel),
+It does not see temporary memory of an operation (the workspace of a kernel),
 allocations of other threads (except autograd's, and tensors that they `label`), memory
 that no operation allocated (`torch.from_numpy`), earlier tensors that belong to none of
-the watched objects, and the memory of the allocator and gloo. `allocations` reports the
-changes; `Storages`, below, counts. Explained in chapter 06.
+the watched objects, or the memory of the allocator and gloo. The module `allocations`
+reports the operations; the class `Storages` counts the bytes. Explained in chapter 06.
 """
 
 from __future__ import annotations

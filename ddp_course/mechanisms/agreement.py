@@ -39,7 +39,7 @@ from ddp_course.launch.deadlock import (
 T = TypeVar("T")
 SHOWN = 5  # the largest number of differences that an error lists
 
-Form = dict[str, str]  # a name -> its description on one rank, in order
+Form = dict[str, str]  # name -> description on one rank; their order is compared, too
 
 
 class ReplicaError(ValueError):

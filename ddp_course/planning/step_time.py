@@ -354,7 +354,7 @@ def _data_parallel(
         sent = times * reduced + gathered
         if not software.overlap:
             return times * reduce + gather, sent
-        if not c.zero:  # an all-reduce is both halves, in backward
+        if not c.zero:  # an all-reduce is both, and both during backward
             return exposed_sending(reduce + gather, backward, buckets), sent
         reducing = times * exposed_sending(reduce, backward, buckets)
         if software.gathers_ahead:

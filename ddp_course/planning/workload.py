@@ -98,7 +98,7 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """Parameters of the table of positions, which tp does not divide."""
+        """The parameters of the position embedding, which tp does not divide."""
         return self.sequence * self.hidden if self.learned_positions else 0
 
     @property

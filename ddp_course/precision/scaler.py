@@ -47,9 +47,9 @@ class GradScaler:
         enabled: False for a scaler that does nothing, for other precisions.
 
     Raises ValueError for factors that would not make S grow or shrink, RuntimeError for
-    calls in another order, and for a loss that was never scaled. Like
-    torch.amp.GradScaler, also for sharded parameters, gradients or states: then all
-    ranks call its methods together.
+    calls in another order, and for a loss that was never scaled. It is used like
+    torch.amp.GradScaler, but parameters, gradients or states may be sharded, too; then
+    all ranks call its methods together.
     """
 
     def __init__(

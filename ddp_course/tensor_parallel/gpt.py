@@ -63,7 +63,7 @@ from ddp_course.tensor_parallel.vocabulary import (
     vocab_parallel_cross_entropy,
 )
 
-# The modules of the GPT that are cut, and how; as parallelize_module's plan in PyTorch.
+# The modules of the GPT that are cut, and how: like the plan of parallelize_module.
 PLAN: MappingProxyType[str, type[ParallelLayer]] = MappingProxyType(
     {
         "embed.tokens": VocabParallelEmbedding,

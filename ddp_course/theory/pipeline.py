@@ -64,7 +64,7 @@ def pipeline_time(
     arXiv:2401.10241, section 2; each checked by simulation. Chapters 10 and 11.
     """
     p, m = num_ranks, num_microbatches
-    v = _checked(schedule, p, m, stages_per_rank)
+    v = _stages(schedule, stages_per_rank)
     whole = F + I + W
     if schedule == "naive":
         return m * p * whole
@@ -123,7 +123,7 @@ def pipeline_activations(
     Chapter 11.
     """
     p, m = num_ranks, num_microbatches
-    v = _checked(schedule, p, m, stages_per_rank)
+    v = _stages(schedule, stages_per_rank)
     if rank not in range(p):
         raise ValueError(f"rank is {rank!r}; it can be 0 to {p - 1}")
     if schedule == "naive":
@@ -189,8 +189,8 @@ def pipeline_volume(
     return PipelineVolume(2 * boundaries * num_microbatches, nbytes, nbytes)
 
 
-def _checked(schedule: str, p: int, m: int, v: int | None) -> int:
-    """Check the arguments of all formulas; return v, or its default."""
+def _stages(schedule: str, v: int | None) -> int:
+    """Check the schedule and v; return v, or the schedule's default."""
     check_choice("schedule", schedule, PIPELINES)
     if v is None:
         return STAGES_PER_RANK.get(schedule, 1)

@@ -61,7 +61,7 @@ class MeteredMessages(PeerMessages):
         self.comm, self.endpoint = communicator(group), Endpoint(group)
 
     def is_metered(self, tensor: Tensor) -> bool:
-        """Return False for a tensor over NCCL: PyTorch's own collectives send it."""
+        """Return whether this course's collectives send it; over NCCL, PyTorch's do."""
         return not tensor.is_cuda or self.endpoint.staged(tensor)
 
     def gather(

@@ -298,7 +298,7 @@ def _average(function: Callable) -> Iterator[dict[str, Any]]:
 def _average_once(
     function: Callable, model: Odd, call: int, only: bool = False
 ) -> dict[str, Any]:
-    """Return facts about one call, after this rank has got its gradients."""
+    """Set this rank's gradients, call `function`, and return facts about the call."""
     rank, n = dist.get_rank(), dist.get_world_size()
     before, parameters = model.states(), dict(model.named_parameters())
     everyones = [_gradients(k, n, call, only) for k in range(n)]

@@ -244,7 +244,7 @@ def _on_rank(d: Draw) -> list[Tensor]:
     count = form.choice([1, 3] if d.case < 2 else [0, 1, 3])
     shapes = [(3,), (2, 2), (5, 1), *([] if d.case < 2 else [(0,), ()])]
     types = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
-    size = (1, 1, 2.0**80, 2.0**-40)[d.case // 2 % 4]  # squares of floats overflow
+    size = (1, 1, 2.0**80, 2.0**-40)[d.case // 2 % 4]  # in float32, 2^160 overflows
     shards = []
     for shape in form.choices(shapes, k=count):
         mixed = d.case % 5 == 4

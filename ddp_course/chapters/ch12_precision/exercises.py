@@ -240,7 +240,7 @@ SPECIAL_NUMBERS = (math.inf, -math.inf, math.nan, 1e20)  # ranks step with 1e20
 EVERYWHERE, LARGE = 4, 7  # cases: inf on all ranks; large numbers, whose sum is inf
 UNCLIPPED = 17  # case: max_norm is inf
 NEARLY = 12  # case: the norm is only 0.2 % above max_norm
-NAN_ON_LAST = 18  # case: one nan, on the last rank; gloo's MAX keeps rank 0's nan alone
+NAN_ON_LAST = 18  # case: one nan, on the last rank; gloo's MAX keeps only rank 0's nan
 
 
 @exercise("agreed_step", solution=solutions.agreed_step)

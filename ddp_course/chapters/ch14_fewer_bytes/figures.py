@@ -135,7 +135,7 @@ def worth(curves: Mapping[str, Sequence[tuple[float, float]]], base: str) -> Dra
     """Draw losses over bytes.
 
     `curves` maps a name to pairs (bytes that a rank has sent so far, loss). The curve
-    `base` is drawn broad; raises KeyError if no curve has this name.
+    `base` is drawn as a thick line; raises KeyError if no curve has this name.
     """
     figure, axes = canvas((7.2, 5.2))
     ends = {name: curve[-1] for name, curve in curves.items()}
@@ -161,7 +161,7 @@ def over_time(
     """Draw losses over time, in a panel for each link.
 
     `links` maps a link to {name: pairs (seconds, loss)}. Each name is written at the
-    end of its curve, and the curve `base` is drawn broad.
+    end of its curve, and the curve `base` is drawn as a thick line.
     """
     size = (7.2, 2.6 * len(links))
     figure, panels = canvas(size, nrows=len(links), squeeze=False)
@@ -191,7 +191,7 @@ def _apart(at: Mapping[str, float], gap: float) -> dict[str, float]:
 
 
 def _looks(names: Iterable[str], base: str) -> Iterator[dict[str, Any]]:
-    """Yield a line style for each name; `base` is drawn broad.
+    """Yield a line style for each name; `base` is drawn as a thick line.
 
     Methods that send fewer numbers are dashed, methods with fewer messages dotted.
     """
