@@ -73,9 +73,9 @@ SURVIVORS = {
     ("my_ledger", "for "): ORDER,
     ("my_ledger", "s.data_ptr() -> s"): "storages are equal if their memory is",
     ("largest_batch", "12 * config.num_parameters + 8 * t -> "): "a few bytes are less "
-    "than the half row that is always left",
-    ("largest_batch", "8 * t -> "): "less than the half row that is always left",
-    ("largest_batch", "8 -> "): "less than the half row that is always left",
+    "than the quarter of a row that is always left",
+    ("largest_batch", "8 * t -> "): "less than the quarter of a row that is left",
+    ("largest_batch", "8 -> "): "less than the quarter of a row that is left",
     ("largest_batch", "max(0, (memory - always) // of_a_row) -> "): COMMUTES,
     ("step_in_backward", "for "): ORDER,
     ("copy_to_ranks", "return total -> "): "autograd casts it to the type of x",

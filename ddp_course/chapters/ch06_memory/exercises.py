@@ -229,9 +229,10 @@ CONFIGS = (
     GPTConfig(vocab_size=300, block_size=8, n_layer=1, n_head=1, d_model=24, tied=True),
     GPTConfig(vocab_size=40, block_size=64, n_layer=3, n_head=8, d_model=16),
 )
-# In the last config one number per token makes some rows. The bytes of the most rows
-# do not fit into 32 bits.
+# In the last config one number per token makes some rows, and parameters and states are
+# smaller than a row. The bytes of the most rows do not fit into 32 bits.
 ROWS = (0, 1, 5, 17, 1234, 300_000)
+QUARTERS = (1, 3)  # how much of one more row would fit: rounding must not count it
 MEASURED = (
     "forward with {got} rows keeps {kept:,} bytes: as measured, {always:,} for any "
     "batch, and {of_a_row:,} for each row."
@@ -261,7 +262,11 @@ def check_largest_batch(answer: Answer) -> str:
     """
     for config in CONFIGS:
         always, of_a_row = measured_rows(config)
-        fitting = [(always + r * of_a_row + of_a_row // 2, r) for r in ROWS]
+        fitting = [
+            (always + (4 * rows + quarters) * of_a_row // 4, rows)
+            for rows in ROWS
+            for quarters in QUARTERS
+        ]
         for memory, rows in [*fitting, (always // 2, 0)]:
             got = answer(config, memory)
             facts = {"whole": type(got) is int and got >= 0, "rows": rows, "got": got}
@@ -272,9 +277,10 @@ def check_largest_batch(answer: Answer) -> str:
                 facts["missing"] = MISSING[rows < got < 1.1 * rows]
             where = f"For {code(str(config))} and {memory:,} bytes, your function"
             judge(where, facts, BATCH)
+    cases = len(CONFIGS) * (len(ROWS) * len(QUARTERS) + 1)
     return (
-        f"{len(CONFIGS) * (len(ROWS) + 1)} cases, compared with real forwards of "
-        f"{len(CONFIGS)} models under a `MemoryLog`"
+        f"{cases} cases, compared with real forwards of {len(CONFIGS)} models under a "
+        "`MemoryLog`"
     )
 
 

@@ -214,6 +214,18 @@ ANSWERS = answers(
         (0, (memory - always) // of_a_row) => (0, (memory - always) // of_a_row) * t
     below_zero: 0 if not even one row fits
         max(0, (memory - always) // of_a_row) => (memory - always) // of_a_row - 1
+    a_search_that_ends_too_low: would fit
+        return max(0, (memory - always) // of_a_row)
+        => low, high = 0, memory // of_a_row
+        => while low < high:
+        =>     middle = (low + high) // 2
+        =>     if always + middle * of_a_row > memory:
+        =>         high = middle
+        =>     else:
+        =>         low = middle + 1
+        => return max(0, low - 1)
+    to_the_nearest: which do not fit
+        (memory - always) // of_a_row => round((memory - always) / of_a_row)
     a_fraction: expected a whole number
         (0, (memory - always) // of_a_row) => (0, (memory - always) // of_a_row) / 1
     """,
