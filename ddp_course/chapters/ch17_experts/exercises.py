@@ -37,7 +37,12 @@ def _choices(d: Draw) -> tuple[Tensor, int, int]:
     num_experts = 4 if many else d.same.choice([4, 5, 8, 300])
     k, tokens = d.same.randint(1, 3), d.same.choice([1, 2, 5, 9, 0, 600])
     k, tokens = (2, 5000) if many else (k, tokens)
-    hot = [d.own.sample(range(num_experts - d.case % 2), k) for _ in range(tokens)]
+    experts = range(num_experts - d.case % 2)
+    again = d.case % 5 == 3  # a token may choose an expert twice
+    hot = [
+        d.own.choices(experts, k=k) if again else d.own.sample(experts, k)
+        for _ in range(tokens)
+    ]
     chosen = torch.tensor(hot, dtype=torch.int64).view(tokens, k)
     if d.case % 4 == 1:  # not contiguous
         chosen = chosen.T.contiguous().T
@@ -48,7 +53,7 @@ def _about_kept(case: Case) -> str:
     chosen, num_experts, limit = case.args.values()
     kept = torch.bincount(chosen[case.got], minlength=num_experts).tolist()
     if max(kept) > limit:
-        return f"keeps {max(kept)} tokens of an expert; the limit is {limit}."
+        return f"keeps {max(kept)} choices for an expert; the limit is {limit}."
     if case.got.sum() < case.wanted.sum():
         return (
             f"keeps {shown(case.got)}; there is room for {int(case.wanted.sum())} "

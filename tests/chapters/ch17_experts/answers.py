@@ -52,6 +52,13 @@ ANSWERS = answers(
         one_hot = torch.nn.functional.one_hot(queue, num_experts)
         place = (one_hot.to(torch.float16).cumsum(0) * one_hot).sum(-1)
         return (place <= limit).view(chosen.T.shape).T
+    a_token_counts_once: the limit is
+        taken = [0] * num_experts => taken = [set() for _ in range(num_experts)]
+        kept[token, choice] = taken[expert] < limit
+        => kept[token, choice] = len(taken[expert]) < limit
+        taken[expert] += 1
+        => if kept[token, choice]:
+        =>     taken[expert].add(token)
     remembered_by_shape: Called again
         key = chosen.shape, num_experts, limit
         return KEPT.setdefault(key, solutions.my_kept(chosen, num_experts, limit))
