@@ -64,6 +64,20 @@ ANSWERS = answers(
         finite = torch.where(lse.isneginf(), 0, lse)
         share1, share2 = ((one - finite).exp()[..., None] for one in (lse1, lse2))
         return share1 * out1 + share2 * out2, lse
+    infinite_if_block_2_is_far_above: the exponential of such an lse is infinite
+        torch.logaddexp(lse1, lse2)
+        => lse1 + (lse2 - lse1).exp().log1p()
+        => lse = torch.where(lse1.isneginf(), lse2, lse)
+    blocks_differ_by_50_at_most: gave the lse
+        return share1 * out1 + share2 * out2, lse
+        => added = lse1 + (lse2 - lse1).clamp(max=50).exp().log1p()
+        => lse = torch.where(lse1.isneginf(), lse2, added)
+        => return share1 * out1 + share2 * out2, lse
+    minus_20000_as_minus_infinity: only minus infinity itself
+        lse = torch.logaddexp(lse1, lse2)
+        => low1, low2 = (one.clamp(min=-20_000) for one in (lse1, lse2))
+        => lse = torch.logaddexp(low1, low2)
+        => lse = lse.masked_fill(lse <= -19_999, -torch.inf)
     an_output_of_0_saw_no_key: gave the lse
         torch.logaddexp(lse1, lse2)
         => torch.logaddexp(lse1.masked_fill((out1 == 0).all(-1), -torch.inf), lse2)
