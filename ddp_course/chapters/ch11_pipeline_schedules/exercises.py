@@ -189,6 +189,8 @@ def _schedules() -> Iterator[tuple[str, Rows]]:
     yield "a rank that waits, after a rank without actions", rows
     rows = [["0F10", "0B10"], ["1F1", "1F10", "1B10"]]
     yield "a microbatch that stage 0 never runs", rows
+    yield "a schedule without stage 0", [["1F0", "1B0"], ["2F0", "2B0"]]
+    yield "a schedule without stage 1", [["0F0", "0B0"], ["2F0", "2B0"]]
     rows = [[a for a in row if a != "10B0"] for row in _rows(gpipe(12, 1))]
     yield "the gpipe of 12 ranks without 10B0", rows
     long = _rows(one_f_one_b(2, 600))

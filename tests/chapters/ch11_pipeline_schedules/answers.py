@@ -219,6 +219,24 @@ ANSWERS = answers(
         return solutions.who_waits([row for row in rows if row])
     no_idle_rank: IndexError
         done: set[str] = set() => done = {row[0] for row in rows if row[0] == "0F0"}
+    smallest_stage_is_first: a schedule without stage 0
+        done: set[str] = set()
+        => done, first = set(), min(_parts(a)[1] for row in rows for a in row)
+        stage == 0 or => stage == first or
+    only_stages_that_occur: a schedule without stage 1
+        # The stage before is the next smaller one that occurs.
+        present = sorted({_parts(a)[1] for row in rows for a in row})
+        number = {str(stage): str(k) for k, stage in enumerate(present, present[0])}
+        named = {}
+
+        def renamed(action):
+            op = "F" if "F" in action else "B"
+            stage, k = action.split(op)
+            named[number[stage] + op + k] = action
+            return number[stage] + op + k
+
+        waits = solutions.who_waits([[renamed(a) for a in row] for row in rows])
+        return {rank: named[action] for rank, action in waits.items()}
     done_as_a_text: a microbatch that stage 0 never runs
         done: set[str] = set() => done = [""]  # "0F1" is found in "0F10", too
         done.add(row[at[rank]]) => done[0] += row[at[rank]] + " "
