@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_course.lab.answers import patient
+from ddp_course.lab.values import equal_values
 from ddp_course.measure import EventLog
 
 PATIENCE = 4.0  # seconds to wait for another rank (`patient` adds more under load)
@@ -89,7 +90,22 @@ class _Started:
 
 
 class _UnderWay(_Started):
-    """A message under way, with a `wait` that has a deadline."""
+    """A message under way, with a `wait` that has a deadline.
+
+    A tensor that is sent must not be changed before `wait`: `lent` is the tensor, and a
+    copy from when the message was started.
+    """
+
+    lent: tuple[Tensor, Tensor] | None = None
+
+    def note(self, waited_for: bool) -> None:
+        super().note(waited_for)
+        if self.lent is None or not waited_for:
+            return
+        now, before = self.lent
+        self.lent = None  # else it would count as memory
+        if not equal_values(now, before, exact=True):
+            raise RuntimeError(f"a tensor changed before `wait()`: {self.to_what}")
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.note(True)
@@ -170,7 +186,11 @@ def watched() -> Iterator[dict[str, list]]:
     def sending(self: Any, tensors: list[Tensor], dst: int, tag: int) -> _UnderWay:
         known(self, dst)
         calls["sent"].append((dst, tensors[0].numel()))
-        return start(send(self, tensors, dst, tag), f"send to rank {dst}")
+        numbers = tensors[0].detach()
+        before = numbers.clone()
+        work = start(send(self, tensors, dst, tag), f"send to rank {dst}")
+        work.lent = numbers, before
+        return work
 
     def receiving(self: Any, tensors: list[Tensor], src: int, tag: int) -> _UnderWay:
         known(self, src)

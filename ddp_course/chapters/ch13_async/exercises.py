@@ -266,7 +266,7 @@ IDLE = 3  # nobody pushes in this one
 SERVER = MESSAGES | {
     "in_place": "has {got} in `weights`; expected {right}. Is each gradient used once, "
     "and are the weights changed in place?",
-    "answered": "got {got} after push {turn}; expected {right}: the weights after its "
+    "answered": "got {got} after push {push}; expected {right}: the weights after its "
     "own gradient was used.",
     "sends_whole": "sent messages to ranks {to}; expected one answer to each push.",
     "alike": "left `requires_grad` of `weights` changed; change only its numbers.",
@@ -299,8 +299,10 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
     store = dist.distributed_c10d._get_default_store()
     for number, (shape, dtype, lr) in enumerate(SERVED):
         others = [worker for worker in range(1, n) if worker != SLOW]
-        # Workers push in a fixed order, so the weights that each gets are known.
-        order = [worker for worker in others for _ in range(TURNS)] + [SLOW]
+        # Workers push in a fixed order, so the weights that each gets are known. Others
+        # push between two pushes of a worker, and it also pushes twice in a row.
+        turns = (others, others[::-1])
+        order = [one for turn in range(TURNS) for one in turns[turn % 2]] + [SLOW]
         order = [] if number == IDLE else order
         after = _weights_after(number, lr, order)
         case = f"{len(order)} pushes, lr {lr:g}"
@@ -318,20 +320,18 @@ def _serve(my_server: Callable) -> Iterator[dict[str, Any]]:
             )
             facts["alike"] = not weights.requires_grad
             facts["sends_whole"] = to == sorted(order)
-        elif order:
-            first = order.index(rank)
-            if first:
-                ready = [f"{number}: {first - 1} is answered"]
+        for push in (k for k, worker in enumerate(order) if worker == rank):
+            if push:
+                ready = [f"{number}: {push - 1} is answered"]
                 store.wait(ready, timedelta(seconds=patient(2 * PATIENCE)))
-            for turn in range(order.count(rank)):
-                got, right = torch.empty(shape, dtype=dtype), after[first + turn + 1]
-                with messages_of():
-                    dist.send(_gradient(number, first + turn), 0)
-                    dist.recv(got, 0)
-                store.set(f"{number}: {first + turn} is answered", "yes")
-                if facts["answered"] and not equal_values(got, right):
-                    facts |= {"turn": turn, "got": shown(got), "right": shown(right)}
-                    facts["answered"] = False
+            got, right = torch.empty(shape, dtype=dtype), after[push + 1]
+            with messages_of():
+                dist.send(_gradient(number, push), 0)
+                dist.recv(got, 0)
+            store.set(f"{number}: {push} is answered", "yes")
+            if facts["answered"] and not equal_values(got, right):
+                facts |= {"push": push, "got": shown(got), "right": shown(right)}
+                facts["answered"] = False
         yield facts
 
 

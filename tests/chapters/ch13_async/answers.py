@@ -260,6 +260,30 @@ ANSWERS = answers(
             weights -= gradient * lr
             dist.send(weights, work._source_rank())
             pushes -= 1
+    server_that_waits_for_its_copies_at_the_end:
+        gradient, sending = torch.empty_like(weights), []
+        for _ in range(pushes):
+            worker = dist.recv(gradient)
+            weights -= lr * gradient
+            sending.append(dist.isend(weights.clone(), worker))
+        for handle in sending:
+            handle.wait()
+    waits_at_the_end: a tensor changed before 'wait()': send to rank
+        gradient, sending = torch.empty_like(weights), []
+        for _ in range(pushes):
+            worker = dist.recv(gradient)
+            weights -= lr * gradient
+            sending.append(dist.isend(weights, worker))
+        for handle in sending:
+            handle.wait()
+    weights_for_each_worker: in `weights`; expected
+        gradient, own = torch.empty_like(weights), {}
+        for _ in range(pushes):
+            worker = dist.recv(gradient)
+            mine = own.setdefault(worker, weights.clone())
+            mine -= lr * gradient
+            dist.send(mine, worker)
+            weights.copy_(mine)
     in_the_order_of_ranks: still waits to
         for _ in => for push in
         worker = dist.recv(gradient)
