@@ -229,6 +229,8 @@ ANSWERS = answers(
         => if norm > max_norm
     divided_by_a_quotient: ZeroDivisionError
         shard.mul_(max_norm / norm) => shard.div_(norm / max_norm)
+    divided_first: in a single step
+        shard.mul_(max_norm / norm) => shard.div_(norm).mul_(max_norm)
     squares_of_16_bits: returned `inf`; the norm of all
         .double() =>
     squares_of_32_bits: returned `inf`; the norm of all
