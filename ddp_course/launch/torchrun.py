@@ -41,7 +41,10 @@ def check_alone() -> None:
 
 
 def check_variables() -> None:
-    """Raise ValueError if a variable is missing without which the ranks cannot meet."""
+    """Raise ValueError if the launcher's variables cannot bring the ranks together.
+
+    If one is missing, or a rank is outside of the world, ranks would wait in silence.
+    """
     known = {**os.environ, **launcher_variables(os.environ)}
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in known]
@@ -50,6 +53,13 @@ def check_variables() -> None:
             f"{', '.join(missing)}: not set. Start this program with torchrun, which "
             "sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; under SLURM or MPI, "
             "set MASTER_ADDR and MASTER_PORT yourself"
+        )
+    rank, world_size = known["RANK"], known["WORLD_SIZE"]
+    numbers = rank.isdecimal() and world_size.isdecimal()
+    if not numbers or int(rank) >= int(world_size):
+        raise ValueError(
+            f"RANK is {rank!r} and WORLD_SIZE {world_size!r}; they must be whole "
+            "numbers, with RANK from 0 to WORLD_SIZE - 1"
         )
 
 

@@ -209,6 +209,26 @@ def test_a_rank_that_lacks_a_variable_is_refused_before_it_waits(monkeypatch, mi
         check_variables()
 
 
+@pytest.mark.parametrize(
+    ("rank", "size"), [("x", "2"), ("2", "2"), ("0", "0"), ("0", "")]
+)
+def test_a_rank_outside_of_the_world_is_refused_before_it_waits(
+    monkeypatch, rank, size
+):
+    """Rank 2 of 2 waited for ten minutes, and "x" ended in a message of `int`."""
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": "1",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    words = rf"^RANK is '{rank}' and WORLD_SIZE '{size}'; they must be whole"
+    with pytest.raises(ValueError, match=words):
+        join()
+
+
 def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
