@@ -1,6 +1,9 @@
 """Plots of measured data: both curves seen, units on the axes, clear errors."""
 
 import io
+import os
+import subprocess
+import sys
 from fractions import Fraction
 
 import matplotlib
@@ -140,6 +143,24 @@ def test_bytes_are_bars_in_the_ranks_colours():
         assert left < bar.get_x() < bar.get_x() + bar.get_width() < right
     ticks = [text.get_text() for text in axes.get_xticklabels()]
     assert ticks == ["0", "1", "2", "3"] * 2
+
+
+FIRST_FIGURE = """
+import threading
+Timer = threading.Timer
+threading.Timer = lambda seconds, call: Timer(0, call)  # as on a very slow machine
+from ddp_course.lab.draw.plots import canvas
+canvas()
+"""
+
+
+def test_the_first_figure_warns_of_no_fonts(tmp_path):
+    """A warning in a cell's output made notebooks fail on a busy machine."""
+    environ = {**os.environ, "MPLCONFIGDIR": str(tmp_path)}
+    command = [sys.executable, "-c", FIRST_FIGURE]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert [*tmp_path.glob("fontlist*")]  # the fonts were searched
 
 
 test_what_cannot_be_drawn = refused(

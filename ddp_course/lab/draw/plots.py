@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ from ddp_course.lab.palette import INK, MUTED, RANK_COLORS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# The first figure ever searches for fonts; on a slow machine matplotlib warns of it.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 # Widths, greys and dashes differ, so that two equal curves are both visible. Colours
 # stand for ranks.
