@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.flight_recorder import fr_trace
 
 from ddp_course.launch import RankReport, spawn
 
@@ -164,6 +163,13 @@ def analyse(folder: Path) -> list[str]:
     rank that differs from the first one that was read, so not always the odd one.
     """
     options = {"world_size": 1, "init": False, "check": False, "output": "none"}
-    [run] = spawn(fr_trace.main, [str(folder), "-p", "rank_"], **options)
+    [run] = spawn(_torchfrtrace, str(folder), "-p", "rank_", **options)
     words = r"missing ranks: \{.*?\}|[A-Z_]+_MISMATCH"
     return sorted(set(re.findall(words, run.output + run.stderr)))
+
+
+def _torchfrtrace(*args: str) -> None:
+    # Not at the top: this import prints a line where tabulate is not installed.
+    from torch.distributed.flight_recorder import fr_trace
+
+    fr_trace.main([*args])

@@ -1,5 +1,8 @@
 """Four planted hangs: the tools name the rank that was planted, wherever it is."""
 
+import subprocess
+import sys
+
 import pytest
 
 from ddp_course.chapters.ch19_failures.hangs import HANGS, examine_all
@@ -28,3 +31,13 @@ def test_the_report_shows_the_line_of_each_rank():
     assert lines[1] == "batch = batches.get()"
     assert {*lines[:1], *lines[2:]} == {"dist.all_reduce(batch)"}
     assert found["left"].reports[1].status == "ok"
+
+
+def test_the_import_prints_nothing_without_tabulate():
+    """PyTorch's module says that it is missing: in a cell, where that is an output."""
+    code = (
+        "sys.modules['tabulate'] = None; import ddp_course.chapters.ch19_failures.hangs"
+    )
+    command = [sys.executable, "-c", f"import sys; {code}"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
