@@ -113,7 +113,7 @@ def once(attend: Callable[..., Tensor], parts: list[Tensor]) -> None:
 
 
 class Step(NamedTuple):
-    """The seconds of one rank's step, and how many of them it computed and sent."""
+    """The seconds of one rank's step, of its computing, and of its sending."""
 
     step: float
     compute: float
