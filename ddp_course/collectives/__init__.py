@@ -12,6 +12,7 @@
     by_plan           the all-reduces that check the call and execute a plan
     rooted            broadcast, reduce, scatter, gather: one rank is special
     unrooted          all-gather, reduce-scatter, all-to-all, barrier
+    one_machine       the quick way to compare calls, which is handed to `meeting` below
     shared_memory     a sixth all-reduce, for the ranks of one machine
     algorithms        the six by name, and `all_reduce`, which chooses
     staging, memory_barrier, allocator
@@ -22,6 +23,7 @@
 The functions have the names and arguments of `torch.distributed`. Chapters 02 and 03.
 """
 
+from ddp_course.collectives import one_machine
 from ddp_course.collectives.algorithms import ALGORITHMS, all_reduce
 from ddp_course.collectives.by_plan import (
     halving_doubling_all_reduce,
@@ -31,7 +33,12 @@ from ddp_course.collectives.by_plan import (
     tree_all_reduce,
 )
 from ddp_course.collectives.communicator import Work, communicator
-from ddp_course.collectives.meeting import CollectiveError, meeting, quick_exchange
+from ddp_course.collectives.meeting import (
+    BARRIER_FINDERS,
+    CollectiveError,
+    meeting,
+    quick_exchange,
+)
 from ddp_course.collectives.reduction import ReduceOp
 from ddp_course.collectives.rooted import broadcast, gather, reduce, scatter
 from ddp_course.collectives.unrooted import (
@@ -42,3 +49,5 @@ from ddp_course.collectives.unrooted import (
     reduce_scatter,
     reduce_scatter_single,
 )
+
+BARRIER_FINDERS.append(one_machine.find_barrier)

@@ -6,8 +6,7 @@ frees it when the last rank ends, even after `kill -9`. Explained in chapter 03.
 
 import os
 import secrets
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +30,6 @@ def container() -> tuple[str, str] | None:
         return boot, str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return None
-
-
-def machine(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return an identifier that is equal on the ranks of one node only.
-
-    It consists of the machine's name, the kernel's boot id, and the node's number,
-    since `spawn` emulates several nodes on one machine.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
-        boot = ""
-    return socket.gethostname(), boot, environ.get("GROUP_RANK", "")
 
 
 def allocate(nbytes: int, rank: int, exchange: Exchange) -> Tensor:

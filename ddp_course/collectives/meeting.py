@@ -1,23 +1,24 @@
 """Meetings: how the ranks of a process group compare their calls before they send.
 
-The ranks of one machine compare at a barrier in shared memory (`memory_barrier`), which
-takes microseconds; other groups compare through the store of the rendezvous. A meeting
-lives as long as its process group. Explained in chapter 02.
+By default they compare through the store of the rendezvous, which takes milliseconds.
+The ranks of one machine do it in microseconds, at a barrier in shared memory. This file
+does not import that barrier: each new meeting asks the functions in `BARRIER_FINDERS`,
+and `collectives/__init__.py`, which Python runs before any module of this folder, adds
+`one_machine.find_barrier` to them. A meeting lives as long as its process group.
+Explained in chapter 02.
 """
 
 import ast
-import contextlib
 import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
-import psutil
 import torch.distributed as dist
 
-from ddp_course.collectives.allocator import container, machine
-from ddp_course.collectives.memory_barrier import Barrier
 from ddp_course.launch.deadlock import (
     CollectiveError,
     Watch,
@@ -25,13 +26,19 @@ from ddp_course.launch.deadlock import (
     checked_group,
     default_store,
     exchange_by_store,
-    ranks_in_words,
 )
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
 PROBLEM = "!"  # the first letter of a note that reports a problem
 SHOWN = " \0"  # separates the words, which must be equal, from the value shown
+
+
+class MeetingBarrier(Protocol):
+    """A place where the ranks of a meeting compare a text, faster than by the store."""
+
+    def meet(self, text: str) -> list[str] | None:
+        """Wait for all ranks; return None if all texts are equal, else all texts."""
 
 
 class Meeting:
@@ -42,8 +49,8 @@ class Meeting:
         ranks: the members' global ranks.
         exchange: `exchange(value)` all-gathers a value (numbers, strings, tuples of
             these) through the store: slow, for setup.
-        barrier: the barrier of ranks on one machine; None if they cannot share memory.
         machines: the machine of each rank.
+        barrier: a faster place to compare; None: the ranks compare through the store.
         kept: objects that algorithms keep for the group's next call, by name.
         under_way: the newest collective that was started in a thread of this group.
         thread: the identifier of that thread.
@@ -57,14 +64,11 @@ class Meeting:
             default_store(), self.ranks, dist.get_rank(), self._busy_elsewhere
         )
         self.exchange = exchange_by_store(group.group_name, self.watch)
-        self.barrier: Barrier | None = None
-        where = self.exchange((container(), machine(), os.getpid()))  # one per rank
-        containers, self.machines, self._processes = zip(*where, strict=True)
-        if self.size > 1 and None not in containers and len(set(containers)) == 1:
-            with contextlib.suppress(OSError):  # raised on all ranks or on none
-                self.barrier = Barrier(
-                    self.rank, self.size, self.exchange, watch=self._follow
-                )
+        self.machines: list[tuple[str, ...]] = self.exchange(machine())
+        self.barrier: MeetingBarrier | None = None
+        for find in BARRIER_FINDERS:
+            if self.size > 1 and self.barrier is None:
+                self.barrier = find(self)
         self.kept: dict[str, Any] = {}
         self.under_way: futures.Future | None = None
         self.thread: int | None = None
@@ -112,27 +116,26 @@ class Meeting:
             notes = [own] * self.size
         return read_notes(notes, self.ranks)
 
-    def _follow(self, late: list[int] | None) -> None:
-        """Check, while the barrier waits, whether the ranks `late` can still come."""
-        if late is None:
-            self.watch.end_wait()
-            return
-        self.watch([self.ranks[index] for index in late])
-        gone = [index for index in late if has_ended(self._processes[index])]
-        if gone and self.watch.is_long():
-            names = ranks_in_words([self.ranks[index] for index in gone])
-            raise RuntimeError(f"{names} of this group: the process has ended")
-
     def _busy_elsewhere(self) -> bool:
         return any(other.busy for other in _MEETINGS.values() if other is not self)
 
 
-def has_ended(process: int) -> bool:
-    """Return whether a process of this machine has ended (or is a zombie)."""
+# All ranks of a new meeting call these functions with it, in this order; each returns a
+# barrier on all ranks, or None on all.
+BARRIER_FINDERS: list[Callable[[Meeting], MeetingBarrier | None]] = []
+
+
+def machine(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return an identifier that is equal on the ranks of one node only.
+
+    It consists of the machine's name, the kernel's boot id, and the node's number,
+    since `spawn` emulates several nodes on one machine.
+    """
     try:
-        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return socket.gethostname(), boot, environ.get("GROUP_RANK", "")
 
 
 _MEETINGS: dict[dist.ProcessGroup, Meeting] = {}

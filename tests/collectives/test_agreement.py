@@ -18,7 +18,12 @@ from ddp_course.collectives import (
     ring_all_reduce,
     shared_memory,
 )
-from ddp_course.collectives.meeting import make_note, meeting, read_notes
+from ddp_course.collectives.meeting import (
+    BARRIER_FINDERS,
+    make_note,
+    meeting,
+    read_notes,
+)
 from ddp_course.launch import spawn
 from ddp_course.launch.deadlock import DeadlockError, Watch
 from ddp_course.measure import ByteMeter
@@ -174,6 +179,20 @@ def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
         ["01", "11"],
         f"{differ}. Nothing was sent.",
     ]
+
+
+def agree_without_a_barrier() -> tuple[str, object, list, list]:
+    """On both ranks: agree with the barrier that is handed in, and without it."""
+    quick = meeting()
+    BARRIER_FINDERS.clear()
+    slow = meeting(dist.new_group([0, 1]))
+    results = [each.agree("words", show=each.rank) for each in (quick, slow)]
+    return type(quick.barrier).__name__, slow.barrier, *results
+
+
+def test_a_meeting_needs_no_barrier_but_gets_the_one_that_is_handed_in():
+    expected = ("Barrier", None, [0, 1], [0, 1])
+    assert spawn(agree_without_a_barrier, world_size=2) == [expected] * 2
 
 
 @pytest.mark.parametrize("first", [True, False])
