@@ -1,10 +1,7 @@
 """How ranks find each other: a port that is really theirs, a meeting without ghosts."""
 
 import contextlib
-import datetime
-import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -16,13 +13,6 @@ from hypothesis import strategies as st
 
 from ddp_course.launch import rendezvous
 from ddp_course.launch.rendezvous import agreed_store, listening_socket
-
-HANDLERS = "torch.distributed.rendezvous"
-
-
-def seconds(number: float) -> datetime.timedelta:
-    return datetime.timedelta(seconds=number)
-
 
 # ---- the port ----------------------------------------------------------------------
 
@@ -39,53 +29,6 @@ def test_the_socket_listens_on_loopback_at_a_port_that_nobody_else_can_take():
             sockets[0].accept()[0].close()
     names = [name for _, name in socket.if_nameindex()]
     assert rendezvous.loopback_interface() in names
-
-
-class FakeServer:
-    """Stands in for TCPStore: all that meet at a port get the same dictionary."""
-
-    def __init__(self):
-        self.store = dist.HashStore()
-        self.masters = 0
-
-    def __call__(self, host, port, world_size=None, *, is_master=False, **how):
-        if is_master:
-            self.masters += 1
-            os.close(how["master_listen_fd"])
-        return self.store
-
-
-@pytest.fixture
-def ranks_that_meet(monkeypatch):
-    """Two ranks' ways to a store at MASTER_PORT, and the server that they reach."""
-    server = FakeServer()
-    elsewhere = object()
-    module = sys.modules[HANDLERS]
-    with listening_socket() as listener:
-        port = listener.getsockname()[1]
-        monkeypatch.setattr(rendezvous.dist, "TCPStore", server)
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        ways = []
-        for its_listener in (listener, None):
-            # Each rank is a process of its own and patches PyTorch's own function.
-            monkeypatch.setattr(module, "_create_c10d_store", lambda *a: elsewhere)
-            rendezvous.use_bound_port(its_listener)
-            ways.append(module._create_c10d_store)
-        yield ways, server, port, elsewhere
-
-
-def test_rank_0_serves_once_and_each_meeting_finds_no_old_addresses(ranks_that_meet):
-    """Two servers on one socket would each get some of the ranks: all would wait."""
-    (zero, one), server, port, elsewhere = ranks_that_meet
-    for meeting in range(3):
-        at_zero = zero("127.0.0.1", port, 0, 2, seconds(5))
-        at_one = one("127.0.0.1", port, 1, 2, seconds(5))
-        assert server.masters == 1
-        assert not at_one.check(["address"]), "an old address was found"
-        at_zero.set("address", str(meeting))
-        assert at_one.get("address") == str(meeting).encode()
-    # At another port PyTorch is left alone.
-    assert zero("127.0.0.1", port + 1, 0, 2, seconds(5)) is elsewhere
 
 
 # ---- the meeting -------------------------------------------------------------------

@@ -48,7 +48,7 @@ def sum_of_ranks():
 # ---- values ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 3, None])
+@pytest.mark.parametrize("world_size", [1, None])
 def test_values_come_back_in_rank_order_and_the_group_is_ready(world_size):
     def answer(factor):
         return dist.get_rank() * factor, dist.get_world_size(), sum_of_ranks()
@@ -193,32 +193,22 @@ def test_ten_megabytes_of_output_do_not_block(capsys, monkeypatch):
 def test_a_rank_that_raises_is_the_cause_and_its_peers_are_not(monkeypatch):
     monkeypatch.setattr(parent, "GRACE", 20)  # it is over when the last one has ended
 
-    def fail(culprit):
-        if dist.get_rank() == culprit:
+    def fail():
+        if dist.get_rank() == 2:
             raise ValueError("one is enough")
         while True:
             sum_of_ranks()
 
-    for culprit in (3, 1, 0):
-        with pytest.raises(RankError) as caught:
-            spawn(fail, culprit)
-        error = caught.value
-        assert str(error) == f"rank {culprit}: ValueError: one is enough"
-        assert error.rank == culprit
-        assert [report.status for report in error.reports] == ["raised"] * 4
-        lost = [report.rank for report in error.reports if report.lost_a_peer]
-        assert lost == [rank for rank in range(4) if rank != culprit]
-        assert 'raise ValueError("one is enough")' in error.story
-        assert "ddp_course/launch" not in error.story
+    with pytest.raises(RankError) as caught:
+        spawn(fail)
+    error = caught.value
+    assert str(error) == "rank 2: ValueError: one is enough"
+    assert error.rank == 2
+    assert [report.status for report in error.reports] == ["raised"] * 4
+    assert [r.rank for r in error.reports if r.lost_a_peer] == [0, 1, 3]
+    assert 'raise ValueError("one is enough")' in error.story
+    assert "ddp_course/launch" not in error.story
     assert "rank 1: lost the connection to another rank, in test_sp" in error.story
-
-
-def test_the_same_mistake_on_all_ranks_is_told_of_rank_0():
-    def all_wrong():
-        raise ValueError("everywhere")
-
-    with pytest.raises(RankError, match="rank 0: ValueError: everywhere"):
-        spawn(all_wrong)
 
 
 def test_every_way_to_end_is_told_as_data(monkeypatch):
@@ -434,7 +424,7 @@ def test_without_a_gpu_the_ranks_are_on_the_cpu_over_gloo_and_say_so_once(
 
 
 def test_several_meetings_on_one_port():
-    """Chapter 01 meets once: at env://, tcp:// and file://."""
+    """Chapter 01 meets once: at env://, tcp:// and file://. Other ports stay free."""
 
     def meet_again_and_again():
         next(dist.rendezvous("env://"))
@@ -444,10 +434,11 @@ def test_several_meetings_on_one_port():
             totals.append(sum_of_ranks())
             dist.barrier()
             dist.destroy_process_group()
-        return totals
+        elsewhere, _, _ = next(dist.rendezvous("tcp://127.0.0.1:0", 0, 1))
+        return totals, elsewhere.port == int(os.environ["MASTER_PORT"])
 
-    for _ in range(2):
-        assert spawn(meet_again_and_again, init=False, timeout=60) == [[6.0] * 3] * 4
+    found = spawn(meet_again_and_again, init=False, timeout=60)
+    assert found == [([6.0] * 3, False)] * 4
 
 
 def listening() -> set[str]:
