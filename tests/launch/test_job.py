@@ -205,14 +205,6 @@ def test_what_was_given_is_taken_as_it_is():
 
 
 numbers = st.none() | st.integers(-2, 70)
-junk = st.one_of(
-    numbers,
-    st.integers(),
-    st.floats(),
-    st.booleans(),
-    st.text(max_size=5),
-    st.lists(st.integers(), max_size=2),
-)
 
 
 @given(numbers, numbers, numbers)
@@ -235,21 +227,6 @@ def test_a_shape_is_either_as_asked_or_refused(world_size, nnodes, per_node):
     assert world_size in (None, its_job.world_size)
     assert nnodes in (None, its_job.topology.nnodes)
     assert per_node in (None, its_job.topology.nproc_per_node)
-
-
-@given(
-    st.sampled_from(["world_size", "nnodes", "nproc_per_node", "timeout", "threads"]),
-    junk,
-)
-def test_nothing_but_a_launch_argument_error_ever_comes_out(name, value):
-    try:
-        its_job = planned(**{name: value})
-    except LaunchArgumentError as error:
-        assert name in str(error) or "cannot be divided equally" in str(error)
-        return
-    assert 0 < its_job.timeout < math.inf
-    for each in (its_job.world_size, its_job.threads):
-        assert type(each) is int and each >= 0
 
 
 # ---- what a rank finds in its environment ------------------------------------------

@@ -157,21 +157,6 @@ def test_the_stop_button_pressed_once_and_hammered(kernel):
     assert printed == "[0, 1]\n"
 
 
-def test_autoreload_edits_of_a_module_are_not_stale(kernel, tmp_path):
-    (tmp_path / "edited_module.py").write_text("def f():\n    return 'old'\n")
-    printed, _ = kernel.run(
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "%load_ext autoreload\n"
-        "%autoreload 2\n"
-        "import edited_module\n"
-        "print(spawn(edited_module.f, world_size=1))"
-    )
-    assert printed == "['old']\n"
-    (tmp_path / "edited_module.py").write_text("def f():\n    return 'edited'\n")
-    printed, _ = kernel.run("print(spawn(edited_module.f, world_size=1))")
-    assert printed == "['edited']\n"
-
-
 def test_kernel_restart_leaves_no_rank(kernel):
     _, ranks = begin_to_hang(kernel)
     kernel.manager.restart_kernel(now=False)

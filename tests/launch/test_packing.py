@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import io
 import linecache
-import pickle
 import sys
 import threading
 import types
@@ -88,12 +87,6 @@ def test_code_keeps_the_file_that_tracebacks_name(bare_main):
     cell = compile("def outer():\n    return lambda: 0", "the cell", "exec")
     outer, _, _ = unpack_call(pack_call(of_main(cell, "outer"), ()))
     assert [f.__code__.co_filename for f in (outer, outer())] == ["the cell"] * 2
-
-
-def test_plain_pickle_would_not_do(bare_main):
-    """A planted mistake: the standard library's pickle instead of cloudpickle."""
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        pickle.loads(pickle.dumps(of_main(SCRIPT, "main")))
 
 
 def test_functions_of_modules_go_by_name_and_are_never_stale():

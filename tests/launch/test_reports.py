@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-import re
 import traceback
 from types import SimpleNamespace
 
@@ -81,41 +80,6 @@ def unfinished(rank, where=None) -> RankReport:
 # ---- the cause ---------------------------------------------------------------------
 
 
-def assert_the_cause_is_found(cause) -> None:
-    """Fail unless `cause` finds the one real failure, in whatever order all ended."""
-    for culprit, order in itertools.product(range(3), itertools.permutations(range(3))):
-        for status, error in REAL:
-            results = [
-                failed(rank, status, error, order[rank])
-                if rank == culprit
-                else lost(rank, order[rank], LOST[rank])
-                for rank in range(3)
-            ]
-            assert cause(results).rank == culprit, (error, order)
-
-
-def earliest(results):
-    """A planted mistake: who ends first is to blame."""
-    return min((r for r in results if r.failed), key=lambda r: r.ended_at)
-
-
-def lowest_exception(results):
-    """A planted mistake: only exceptions are looked at."""
-    return min(
-        (r for r in results if r.status == "raised"), key=lambda r: r.lost_a_peer
-    )
-
-
-def test_who_lost_a_peer_is_never_the_cause_when_another_failed_by_itself():
-    assert_the_cause_is_found(reports.cause)
-
-
-@pytest.mark.parametrize("wrong", [earliest, lowest_exception])
-def test_wrong_causes_are_caught(wrong):
-    with pytest.raises(AssertionError):
-        assert_the_cause_is_found(wrong)
-
-
 times = st.floats(0, 10)
 bystanders = st.one_of(
     st.tuples(st.just("raised"), st.sampled_from(LOST + WAITED), times),
@@ -186,25 +150,6 @@ def test_ranks_that_returned_early_are_named_unless_there_is_a_real_error(
 
 
 # ---- headlines ---------------------------------------------------------------------
-
-
-@given(
-    st.integers(1024, 65535),
-    st.integers(1024, 65535),
-    st.permutations(range(3)),
-    st.sampled_from(["[127.0.0.1]:{}", "[::1]:{}", "[localhost]:{}"]),
-)
-def test_headlines_hold_no_ports(one, two, order, address):
-    def run(port):
-        text = f"RuntimeError: [pair.cc:534] Connection closed by peer {address}"
-        results = [lost(rank, order[rank], text.format(port)) for rank in range(3)]
-        error = reports.failure([*results, ok(3)])
-        return str(error).replace("rank 1", "rank 0").replace("rank 2", "rank 0"), [
-            report.line for report in error.reports
-        ]
-
-    assert run(one) == run(two)
-    assert not re.search(r"\d{4,}", run(one)[0])
 
 
 @given(st.permutations(range(4)), st.sampled_from(REAL))
@@ -398,19 +343,6 @@ def test_an_answer_may_come_in_any_pieces(cuts, value):
     answer = {"status": "ok", "seconds": 1.5, "value": value}
     report = told_by(framed(answer), cuts)
     assert (report.status, report.seconds, report.value) == ("ok", 1.5, value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "status"), [(SystemExit, "exited"), (ValueError, "raised")]
-)
-def test_an_exception_arrives_as_a_report(kind, status):
-    from ddp_course.launch.rank import _describe
-
-    what = {**_describe(kind(3), {}), "seconds": 0.5, "traceback": "t", "where": "w"}
-    report = told_by(framed(what), [])
-    assert report.status == status
-    assert (report.error, report.seconds) == (f"{kind.__name__}: 3", 0.5)
-    assert (report.traceback, report.where) == ("t", "w")
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,11 @@ def test_the_line_of_the_readers_code_is_found(dump, line, cell_source):
     assert stacks.where(dump, LABELS) == line
 
 
-@pytest.mark.parametrize("size", [0, 10, 50, 90, 150, 300])
-def test_half_a_dump_breaks_nothing(size):
-    results = stacks.where(dump_of(WATCHING, MAIN)[:size], LABELS)
-    assert results is None or isinstance(results, str)
+def test_half_a_dump_breaks_nothing():
+    dump = dump_of(WATCHING, MAIN)
+    for size in range(len(dump)):
+        results = stacks.where(dump[:size], LABELS)
+        assert results is None or isinstance(results, str)
 
 
 def outermost_frame(dump: str, labels: dict[str, str]) -> str | None:
@@ -251,9 +252,8 @@ def raise_thrice() -> None:
         in_launcher(raise_while_handling)()
 
 
-@pytest.mark.parametrize("chained", [raise_from, raise_while_handling, raise_thrice])
-def test_the_launchers_frames_are_dropped_from_chained_exceptions(chained):
-    results = told_about(in_launcher(chained))
+def test_the_launchers_frames_are_dropped_from_chained_exceptions():
+    results = told_about(in_launcher(raise_thrice))
     assert text_of(results).count("ddp_course/launch/") >= 3
     stacks.drop_launcher(results)
     assert "ddp_course/launch/" not in text_of(results)
@@ -269,7 +269,7 @@ def test_dropping_only_from_the_last_exception_is_caught(monkeypatch):
 
     monkeypatch.setattr(stacks, "drop_launcher", drop)
     with pytest.raises(AssertionError):
-        test_the_launchers_frames_are_dropped_from_chained_exceptions(raise_from)
+        test_the_launchers_frames_are_dropped_from_chained_exceptions()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups before")
@@ -293,17 +293,3 @@ def test_tracebacks_speak_of_cells():
     assert "  Cell In[5], line 2, in outer\n    x = torch.zeros(1)\n" in text
     assert CELL not in text and "In[6]" not in text
     assert f'File "{__file__}"' in text
-
-
-def test_what_a_rank_tells_of_an_exception():
-    from ddp_course.launch.rank import _describe
-
-    try:
-        calls(LAUNCHER / "rank.py", calls(CELL, fail))()
-    except ValueError as error:
-        what = _describe(error, LABELS)
-    assert what["error"] == "ValueError: at the bottom"
-    assert what["status"] == "raised"
-    assert "launch/rank.py" not in what["traceback"]
-    assert "Cell In[5], line 2" in what["traceback"]
-    assert what["where"].startswith("test_stacks.py, line ")

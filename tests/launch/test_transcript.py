@@ -133,16 +133,6 @@ def test_every_line_is_shown_once_under_its_ranks_name(arrived):
                 assert screen.count(f"[rank {rank}] ") == wanted
 
 
-@given(arrivals())
-def test_a_report_holds_all_that_was_written(arrived):
-    written, events = arrived
-    whole = Transcript(3, "none")
-    for (rank, stream), data in events:
-        whole.add(rank, stream, data or b"")
-    for (rank, stream), data in written.items():
-        assert whole.text(rank, stream) == data.decode()
-
-
 @given(st.binary(max_size=60), st.lists(st.integers(0, 99), max_size=4))
 def test_any_bytes_can_be_shown(data, places):
     events = [((0, "stdout"), piece) for piece in cut(data, places)]
