@@ -2,38 +2,31 @@
 
     for name, model, x in hard_models(): ...                 # model(x) runs
 
-A model's name says what is hard about it, and is printed in hints. Models that an
-exercise does not cover are left out by a word of their names:
-`hard_models(but=["tied"])`. `lab/judge.py` draws tensors and numbers.
+A model's name says what is hard about it, and is printed in hints. `lab/judge.py`
+draws tensors and numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-def hard_models(
-    seed: int = 0, but: Sequence[str] = ()
-) -> Iterator[tuple[str, nn.Module, Tensor]]:
+def hard_models() -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Yield (name, model, input) for each kind of hard model; the input is (3, 4).
 
-    `model(x)` is (3, 4); every parameter that is not frozen gets a gradient. The same
-    seed gives the same models. Each model is new, so a check may train it.
+    `model(x)` is (3, 4); every parameter that is not frozen gets a gradient. Each model
+    is new, so a check may train it.
     """
-
-    def model(change: Callable[[Small], Any]) -> tuple[nn.Module, Tensor]:
+    for name, change in HARD.items():
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            small, x = Small(), torch.randn(3, 4)
-        change(small)
-        return small, x.to(small.first.weight.dtype)
-
-    for name, change in _without(but, HARD):
-        yield name, *model(change)
+            torch.manual_seed(0)
+            model, x = Small(), torch.randn(3, 4)
+        change(model)
+        yield name, model, x.to(model.first.weight.dtype)
 
 
 class Small(nn.Module):
@@ -67,9 +60,3 @@ HARD: dict[str, Callable[[Small], Any]] = {
     "parameters of float64": lambda model: model.double(),
     "parameters of bfloat16": lambda model: model.bfloat16(),
 }
-
-
-def _without(but: Sequence[str], cases: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, case in cases.items():
-        if not any(word in name for word in but):
-            yield name, case

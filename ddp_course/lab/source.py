@@ -49,20 +49,16 @@ def show_source(*objects: Any, docstring: bool = True, only: str = "") -> Markdo
     return Markdown("\n\n".join(parts))
 
 
-def show_diff(
-    a: Any, b: Any, *, context: int | None = None, docstring: bool = True
-) -> Markdown:
+def show_diff(a: Any, b: Any, *, docstring: bool = True) -> Markdown:
     """Show the difference from the source of `a` to that of `b`: lines with - and +.
 
-    Unchanged lines are shown, too: all of them, or `context` lines around each change.
+    Unchanged lines are shown, too.
     """
     before, after = (source(thing, docstring).splitlines() for thing in (a, b))
-    around = max(len(before), len(after)) if context is None else context
-    lines = difflib.unified_diff(before, after, n=around, lineterm="")
-    # Drop the two lines with file names, and line numbers such as "@@ -3,5 +3,7 @@".
-    body = ["..." if line.startswith("@@") else line for line in list(lines)[2:]]
-    if body and context is None:
-        del body[0]
+    every = max(len(before), len(after))
+    lines = difflib.unified_diff(before, after, n=every, lineterm="")
+    # Drop two lines with file names, and one with numbers such as "@@ -3,5 +3,7 @@".
+    body = list(lines)[3:]
     files = list(dict.fromkeys([_file(a), _file(b)]))
     title = f"`{_name(a)}` → `{_name(b)}` in " + " → ".join(f"`{f}`" for f in files)
     if not body:

@@ -27,7 +27,7 @@ from ddp_course.measure import Event
 from ddp_course.pipeline import SCHEDULES, parse
 from ddp_course.pipeline.clocks import bubble
 from ddp_course.pipeline.schedule import ScheduleError
-from ddp_course.pipeline.simulate import Costs, simulate_schedule
+from ddp_course.pipeline.simulate import simulate_schedule
 
 VIEWS = [
     (name, *numbers)
@@ -66,9 +66,7 @@ RUNS = {
 }
 test_the_layout = laid_out(
     (schedule_view, VIEWS),
-    partial(schedule_view, "1f1b", costs=Costs(F=3, I=2, W=4, send=1)),
     partial(pipeline_timeline, RUNS, 0.03),
-    partial(pipeline_timeline, RUNS["measured"], width=5000),
     partial(who_works, list(one_after_the_other())),
 )
 LEGEND = [lighter(SAMPLE, p) if p else SAMPLE for p in PALER.values()]
@@ -256,8 +254,6 @@ test_what_cannot_be_drawn = refused(
     (lambda: pipeline_timeline({}), "no runs"),
     (lambda: pipeline_timeline([]), "nothing was computed"),
     (lambda: pipeline_timeline(RUNS, unit=0), "unit is 0"),
-    (lambda: pipeline_timeline(RUNS["measured"], width=-1), "width is -1"),
-    (lambda: pipeline_timeline(RUNS["measured"], width=10), "a run lasts 990 ms"),
     (lambda: who_works([Event(0, "wait", 0, 1, lane="wait")]), "nothing was"),
 )
 

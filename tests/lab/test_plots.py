@@ -84,7 +84,7 @@ def test_curves_and_points():
     points = [tuple(map(float, line.get_xydata()[0])) for line in axes.lines
               if line.get_marker() == "o" and len(line.get_xdata())]  # fmt: skip
     assert points == [(4.0, 9.0)]
-    no_texts_overlap(lambda: curves(LINE, {}, "workers", "bytes [S]", log=True))
+    no_texts_overlap(lambda: curves(LINE, {}, "workers", "bytes [S]"))
 
 
 # What the meters recorded.

@@ -160,17 +160,15 @@ def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
 
 
 @plot
-def memory_against_communication(
-    rows: Iterable[Sequence[Any]], beside: str = "DDP"
-) -> Drawn:
-    """Draw strategies' stored bytes against their sent bytes, relative to `beside`.
+def memory_against_communication(rows: Iterable[Sequence[Any]]) -> Drawn:
+    """Draw strategies' stored bytes against their sent bytes, relative to DDP's.
 
     A row is (name, bytes resident on a rank, bytes that it sends in a step). Marks of
-    names that begin with "PyTorch" are hollow. Raises ValueError if `beside` is not
-    among the names, a name occurs twice, or a number is not above 0. Chapter 08.
+    names that begin with "PyTorch" are hollow. Raises ValueError if no row is "DDP", a
+    name occurs twice, or a number is not above 0. Chapter 08.
     """
     rows = [(f"{name}", float(has), float(sent)) for name, has, sent in rows]
-    unit = _check_stages(rows, beside)
+    unit = _check_stages(rows)
     points = {n: (sent / unit[1], has / unit[0]) for n, has, sent in rows}
     figure, axes = canvas((7.5, 4.2))
     look = {"color": MUTED, "linewidth": 1, "linestyle": (0, (4, 3))}
@@ -185,28 +183,26 @@ def memory_against_communication(
     axes.set_xlim(0, 1.5 * max(x for x, _ in points.values()))
     axes.set_ylim(0, 1.15 * max(y for _, y in points.values()))
     _name_points(axes, points)
-    axes.set_xlabel(f"bytes sent in a step, {beside} = 1")
-    axes.set_ylabel(f"bytes resident, {beside} = 1")
+    axes.set_xlabel("bytes sent in a step, DDP = 1")
+    axes.set_ylabel("bytes resident, DDP = 1")
     axes.grid(**GRID)
     axes.set_axisbelow(True)
     texts = [f"{name} sends {x:.3g}, keeps {y:.3g}" for name, (x, y) in points.items()]
-    words = f"Memory of a rank against what it sends in a step, {beside} = 1. "
+    words = "Memory of a rank against what it sends in a step, DDP = 1. "
     return figure, words + "; ".join(texts) + "."
 
 
-def _check_stages(
-    rows: Sequence[tuple[str, float, float]], beside: str
-) -> tuple[float, float]:
-    """Check all rows; return the resident and the sent bytes of row `beside`."""
+def _check_stages(rows: Sequence[tuple[str, float, float]]) -> tuple[float, float]:
+    """Check all rows; return the resident and the sent bytes of DDP."""
     names = [name for name, *_ in rows]
-    if beside not in names:
-        raise ValueError(f"beside is {beside!r}; it must be one of {names}")
+    if "DDP" not in names:
+        raise ValueError(f"the rows have the names {names}; one must be DDP")
     if len(set(names)) < len(names):
         raise ValueError(f"the rows have the names {names}; each may occur once")
     for name, *numbers in rows:
         for value in numbers:
             check_positive(f"bytes of {name!r}", value)
-    return next((has, sent) for name, has, sent in rows if name == beside)
+    return next((has, sent) for name, has, sent in rows if name == "DDP")
 
 
 def _name_points(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:

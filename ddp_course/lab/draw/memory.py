@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ddp_course.lab.draw.kinds import KIND_LOOKS, kinds_among
 from ddp_course.lab.draw.plots import Drawn, canvas, plot
 from ddp_course.lab.palette import INK, MUTED
-from ddp_course.theory.checks import check_choice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MS = 1e3
 # From the bottom: first the kinds that stay for the whole step.
 STACK = (
     "parameters", "optimizer states", "gradients", "communication buffers", "other",
@@ -25,38 +23,35 @@ Moments = Sequence[tuple[float, Mapping[str, float], Any]]
 
 
 @plot
-def plot_memory(
-    logs: Any, events: Any = (), *, title: str = "", clock: str = "time"
-) -> Drawn:
+def plot_memory(logs: Any, events: Any = ()) -> Drawn:
     """Draw the memory that was recorded in a step, by kind, and mark the peak.
 
     `logs` is a `measure.MemoryLog` or its `moments`, or up to three of either by name,
-    which are drawn below each other with the same axes. `events` are the
-    `measure.Event`s of the step, or {name: events}: lines above the plot span the
-    events named forward, backward and step. `clock` is "time", in ms, or "count", the
-    number of the moment, with which the same step always gives the same picture. Raises
-    ValueError if nothing was recorded, or for names that do not match. Chapter 06.
+    which are drawn below each other with the same axes: against the number of the
+    moment, not the time, so that the same step always gives the same picture. `events`
+    are the `measure.Event`s of the step, or {name: events}: lines above the plot span
+    the events named forward, backward and step. Raises ValueError if nothing was
+    recorded, or for names that do not match. Chapter 06.
     """
-    runs = _by_name(logs, title)
+    runs = _by_name(logs)
     spans = events if isinstance(events, Mapping) else dict.fromkeys(runs, events)
     spans = {name: list(getattr(of, "events", of)) for name, of in spans.items()}
-    _check_runs(runs, spans, clock)
+    _check_runs(runs, spans)
     kinds = kinds_among(ledger for run in runs.values() for _, ledger, _ in run)
     kinds = [kind for kind in STACK if kind in kinds]
     top = max(total_of(ledger) for run in runs.values() for _, ledger, _ in run)
     unit, size = unit_of(top)
-    longest = max(run[-1][0] - run[0][0] for run in runs.values()) * MS or 1
     alone = len(runs) == 1
     inches = (8.5, 3.8) if alone else (7.5, 0.8 + 2.9 * len(runs))
     figure, panels = canvas(inches, nrows=len(runs), sharey=True, squeeze=False)
     for axes, (name, run) in zip(panels[:, 0], runs.items(), strict=True):
-        _draw_moments(axes, run, kinds, size, clock)
-        axes.set_xlim(0, longest if clock == "time" else max(1, len(run) - 1))
-        _draw_peak(axes, run, unit, size, clock)
-        _mark_phases(axes, run, spans[name], clock)
+        _draw_moments(axes, run, kinds, size)
+        axes.set_xlim(0, max(1, len(run) - 1))
+        _draw_peak(axes, run, unit, size)
+        _mark_phases(axes, run, spans[name])
         if name:
             axes.set_title(name, fontsize=11, pad=22, fontweight="bold")
-        axes.set_xlabel("time [ms]" if clock == "time" else "moment recorded")
+        axes.set_xlabel("moment recorded")
         axes.set_ylabel(f"memory [{unit}]")
         axes.set_ylim(0, 1.16 * top / size)
     place = "outside right upper" if alone else "outside lower center"
@@ -75,8 +70,8 @@ def _in_words(
     return f"{head} most {total_of(peak) / size:.3g} {unit}: {', '.join(parts)}."
 
 
-def _by_name(logs: Any, title: str) -> dict[str, Moments]:
-    named = logs if isinstance(logs, Mapping) else {title: logs}
+def _by_name(logs: Any) -> dict[str, Moments]:
+    named = logs if isinstance(logs, Mapping) else {"": logs}
     return {
         name: list(getattr(log, "moments", log))  # a log, or its moments
         for name, log in named.items()
@@ -84,11 +79,10 @@ def _by_name(logs: Any, title: str) -> dict[str, Moments]:
 
 
 def _check_runs(
-    runs: Mapping[str, Moments], spans: Mapping[str, Sequence[Any]], clock: str
+    runs: Mapping[str, Moments], spans: Mapping[str, Sequence[Any]]
 ) -> None:
     if not 1 <= len(runs) <= 3:
         raise ValueError(f"there are {len(runs)} logs; 1 to 3 can be drawn")
-    check_choice("clock", clock, ("time", "count"))
     if set(spans) != set(runs):
         raise ValueError(
             f"logs have the names {sorted(runs)}, and events {sorted(spans)}; they "
@@ -112,17 +106,9 @@ def unit_of(nbytes: float) -> tuple[str, float]:
     return ("B", "KiB", "MiB", "GiB")[power], 1024.0**power
 
 
-def _places(run: Moments, clock: str) -> list[float]:
-    if clock == "count":
-        return [float(k) for k in range(len(run))]
-    return [(time - run[0][0]) * MS for time, *_ in run]
-
-
-def _draw_moments(
-    axes: Axes, run: Moments, kinds: Sequence[str], size: float, clock: str
-) -> None:
+def _draw_moments(axes: Axes, run: Moments, kinds: Sequence[str], size: float) -> None:
     """Draw a stepped area for each kind: constant between two moments."""
-    xs, low = _places(run, clock), [0.0] * len(run)
+    xs, low = range(len(run)), [0.0] * len(run)
     for kind in kinds:
         has = [ledger.get(kind, 0) / size for _, ledger, _ in run]
         high = [a + b for a, b in zip(low, has, strict=True)]
@@ -134,10 +120,10 @@ def _draw_moments(
     axes.tick_params(labelleft=True)
 
 
-def _draw_peak(axes: Axes, run: Moments, unit: str, size: float, clock: str) -> None:
+def _draw_peak(axes: Axes, run: Moments, unit: str, size: float) -> None:
     """Draw a line at the highest total, with its number."""
-    k = max(range(len(run)), key=lambda k: total_of(run[k][1]))
-    x, peak = _places(run, clock)[k], total_of(run[k][1]) / size
+    x = max(range(len(run)), key=lambda k: total_of(run[k][1]))
+    peak = total_of(run[x][1]) / size
     axes.axhline(peak, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     axes.plot([x], [peak], "v", color=INK, markersize=7, zorder=5)
     left, right = axes.get_xlim()
@@ -148,23 +134,21 @@ def _draw_peak(axes: Axes, run: Moments, unit: str, size: float, clock: str) -> 
                   **look)  # fmt: skip
 
 
-def _mark_phases(axes: Axes, run: Moments, events: Iterable[Any], clock: str) -> None:
-    """Name the phases of the step above the picture, with thin lines between them."""
-    places, begin = _places(run, clock), run[0][0]
-    times = [time for time, *_ in run]
+def _mark_phases(axes: Axes, run: Moments, events: Iterable[Any]) -> None:
+    """Name the phases of the step above the picture, with thin lines between them.
+
+    A phase spans its first to its last moment.
+    """
     left, right = axes.get_xlim()
     for phase in PHASES:
         named = [event for event in events if event.op == phase]  # several microbatches
         if not named:
             continue
         start, end = min(e.start for e in named), max(e.end for e in named)
-        ends = [(t - begin) * MS for t in (start, end)]
-        if clock == "count":  # from the first to the last moment in the phase
-            inside = [k for k, t in enumerate(times) if start <= t <= end]
-            ends = [places[inside[0]], places[inside[-1]]] if inside else [0.0, 0.0]
-        a, b = max(left, ends[0]), min(right, ends[1])
-        if b <= a:
+        inside = [k for k, (time, *_) in enumerate(run) if start <= time <= end]
+        if len(inside) < 2:
             continue
+        a, b = inside[0], inside[-1]
         for x in (a, b):
             axes.axvline(x, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
         across = axes.get_xaxis_transform()

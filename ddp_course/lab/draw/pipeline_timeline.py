@@ -163,37 +163,28 @@ def legend_of(works: Iterable[Work]) -> dict[str, str]:
 def pipeline_timeline(
     runs: Mapping[str, Iterable[Any]] | Iterable[Any],
     unit: float = 1.0,
-    width: float | None = None,
     title: str = "What each rank computed, and when",
 ) -> Drawing:
     """Draw when each rank of a pipeline computed what, one run below the other.
 
     `runs` maps a name such as "measured" to the events of a step, as for `works_of`. An
     iterable of events is one run. A simulated time of 1 lasts `unit` seconds. All runs
-    begin at 0 on one axis, which is `width` ms long, or as long as the longest run.
-    Raises ValueError for no runs, no events, and times that are not above 0. Chapters
-    10 and 11.
+    begin at 0 on one axis, which is as long as the longest run. Raises ValueError for
+    no runs, no events, and a `unit` that is not above 0. Chapters 10 and 11.
     """
     named = runs if isinstance(runs, Mapping) else {"recorded": runs}
     if not named:
         raise ValueError("there are no runs; at least one must be drawn")
     works = {name: works_of(events, unit * 1e3) for name, events in named.items()}
     longest = max(b - a for a, b in map(window, works.values()))
-    width = longest if width is None else width
-    check_positive("width", width)
-    if width < longest * (1 - 1e-9):
-        raise ValueError(
-            f"width is {width:g} ms, but a run lasts {longest:.4g} ms; width must be "
-            "None, or at least that"
-        )
     drawn = []
     for name, its in works.items():
         start, end = window(its)
         lasts = f"{end - start:.4g} ms, {idle_share(its):.1%} of it waiting"
         notes = {rank: f"waits {idle_share(its, rank):.1%}" for rank in ranks_of(its)}
-        drawn.append(run_of(its, width, name and f"{name}: {lasts}", notes=notes))
+        drawn.append(run_of(its, longest, name and f"{name}: {lasts}", notes=notes))
     legend = legend_of(work for its in works.values() for work in its)
-    return draw_runs(title, drawn, "time [ms]", width, legend=legend)
+    return draw_runs(title, drawn, "time [ms]", longest, legend=legend)
 
 
 def who_works(events: Iterable[Any]) -> Drawing:

@@ -159,8 +159,6 @@ def curves(
     measured: Mapping[str, Sequence[tuple[float, float]]],
     xlabel: str,
     ylabel: str,
-    *,
-    log: bool = False,
 ) -> Drawn:
     """Draw a line for each formula, and measured points.
 
@@ -183,10 +181,7 @@ def curves(
     if texts:
         axes.plot([], [], "o", color=INK, label="measured")
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    if log:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, None)
+    axes.set_ylim(0, None)
     axes.grid(axis="y", **GRID)
     axes.legend(handlelength=3)
     texts = [f"Measured: {'; '.join(texts)}."] if texts else [*formulas]

@@ -26,34 +26,32 @@ def schedule_view(
     ranks: int = 4,
     microbatches: int = 8,
     stages_per_rank: int = 2,
-    costs: Costs | None = None,
 ) -> Drawing:
     """Draw when each rank of a pipeline computes what, its bubble and its peak memory.
 
     `schedule` is a name in `pipeline.SCHEDULES`, with `ranks`, `microbatches` and, for
-    "interleaved", `stages_per_rank`; or a `Schedule`, which has its own numbers. By
-    default F, I and W of all stages of a rank take 1 each, so that schedules with
-    different numbers of stages are comparable. Raises ValueError for unknown names and
-    numbers that are too small or too large to draw, and ScheduleError for a schedule
-    that cannot be executed. Chapters 10 and 11.
+    "interleaved", `stages_per_rank`; or a `Schedule`, which has its own numbers. F, I
+    and W of all stages of a rank take 1 each, so that schedules with different numbers
+    of stages are comparable. Raises ValueError for unknown names and numbers that are
+    too small or too large to draw, and ScheduleError for a schedule that cannot be
+    executed. Chapters 10 and 11.
     """
     formula = ""
     if not isinstance(schedule, Schedule):
         numbers = ranks, microbatches, stages_per_rank
         schedule = named(schedule, *numbers)
-        if not costs and schedule.name in theory.PIPELINES:
+        if schedule.name in theory.PIPELINES:
             formula = f" (formula: {formula_of(schedule):.1%})"
-    simulated = simulate_schedule(schedule, costs or equal_costs(schedule))
+    simulated = simulate_schedule(schedule, equal_costs(schedule))
     works, long = works_of(simulated.events), float(simulated.makespan)
     notes = {
         rank: f"waits {idle_share(works, rank):.1%}, keeps {float(peak):.3g}"
         for rank, peak in enumerate(simulated.peak_activations)
     }
-    unit = "unit of the costs" if costs else "one microbatch forward on one rank = 1"
     return draw_runs(
         title_of(schedule),
         [run_of(works, long, notes=notes)],
-        f"time [{unit}]",
+        "time [one microbatch forward on one rank = 1]",
         long,
         legend=legend_of(works),
         says=in_words(simulated, formula),

@@ -55,17 +55,15 @@ def collective(
     return _picture(plan, step)
 
 
-def plan_steps(plan: Plan, columns: int | None = None) -> Drawing:
-    """Draw all steps of `plan` in a table with `columns` columns.
+def plan_steps(plan: Plan) -> Drawing:
+    """Draw all steps of `plan` in a table with as many columns as fit.
 
-    By default the table has as many columns as fit. Raises ValueError if there are too
-    many ranks or chunks to draw, and for less than one column.
+    Raises ValueError if there are too many ranks or chunks to draw.
     """
     panels = [panel(plan, step) for step in range(plan.steps + 1)]
     w, h = panels[0].width + PANEL_GAP, panels[0].height + PANEL_GAP
-    if columns is None:
-        columns = max(1, int((ROOM - 2 * MARGIN + PANEL_GAP) // w))
-    columns = min(count("columns", columns, 1), len(panels))
+    fit = max(1, int((ROOM - 2 * MARGIN + PANEL_GAP) // w))
+    columns = min(fit, len(panels))
     rows = -(-len(panels) // columns)
     size = f"{counted(plan.steps, 'step')} among {plan.world_size} ranks"
     d = Drawing(

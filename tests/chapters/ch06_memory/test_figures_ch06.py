@@ -151,17 +151,15 @@ def areas(axes):
     return [path.get_paths()[0].vertices[:, 1].max() for path in axes.collections]
 
 
-@pytest.mark.parametrize("clock", ["time", "count"])
-def test_the_memory_of_a_step_is_stacked(clock):
-    (axes,) = plot_memory(KEPT, SPANS, clock=clock).axes
+def test_the_memory_of_a_step_is_stacked():
+    (axes,) = plot_memory(KEPT, SPANS).axes
     # parameters, states, gradients, buffers, other, activations
     assert areas(axes) == pytest.approx([4, 12, 16, 16, 16.5, 24])
     hatches = [path.get_hatch() for path in axes.collections]
     assert hatches == [None, None, None, "////", None, ".."]
     (top,) = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
     assert list(top.get_ydata()) == [sum(m[1].values()) / MIB for m in KEPT]
-    every = 10 if clock == "time" else 1
-    assert list(top.get_xdata()) == pytest.approx([every * k for k in range(len(KEPT))])
+    assert list(top.get_xdata()) == list(range(len(KEPT)))
     assert "MiB" in axes.get_ylabel()
 
 
@@ -169,11 +167,11 @@ def test_the_peak_and_the_phases_are_marked():
     (axes,) = plot_memory(KEPT, SPANS).axes
     assert "peak 24 MiB" in [text.get_text() for text in axes.texts]
     (mark,) = [line for line in axes.lines if line.get_marker() == "v"]
-    assert list(zip(*mark.get_data(), strict=True)) == [pytest.approx((20, 24))]
+    assert list(zip(*mark.get_data(), strict=True)) == [(2, pytest.approx(24))]
     names = [text.get_text() for text in axes.texts if "peak" not in text.get_text()]
     assert names == ["forward", "backward", "step"]
     places = [text.xy[0] for text in axes.texts if text.get_text() in names]
-    assert places == pytest.approx([10.5, 41, 70.5])
+    assert places == [1, 4.5, 7.5]
 
 
 def test_two_logs_have_one_axis():
@@ -182,13 +180,11 @@ def test_two_logs_have_one_axis():
     assert [axes.get_title() for axes in (left, right)] == ["kept", "recomputed"]
     peaks = [t.get_text() for axes in (left, right) for t in axes.texts]
     assert {"peak 24 MiB", "peak 16.8 MiB"} <= set(peaks)
-    assert right.lines[0].get_xdata()[0] == pytest.approx(0)  # its own clock
 
 
 test_texts_do_not_overlap = apart(
-    lambda: plot_memory(KEPT, SPANS, title="a step"),
     lambda: plot_memory(Log(KEPT)),
-    lambda: plot_memory(BOTH, BOTH_SPANS, clock="count"),
+    lambda: plot_memory(BOTH, BOTH_SPANS),
 )
 
 
@@ -217,5 +213,4 @@ test_what_cannot_be_drawn = refused(
     (lambda: memory_calculator(optimizer="x"), "optimizer is 'x'"),
     (lambda: memory_calculator(precision="x"), "precision is 'x'"),
     (lambda: plot_memory(BOTH, {"kept": SPANS}), r"events \['kept'\]"),
-    (lambda: plot_memory(KEPT, clock="s"), "clock is 's'"),
 )
