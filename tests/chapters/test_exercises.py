@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from answer_lists import ANSWERS, EXERCISES, RIGHT, WRONG
+from answer_lists import ANSWERS, EXERCISES, ON_RANKS, RIGHT, WRONG
 from slips import slip
 
 from ddp_course.chapters import hint, show_solution
@@ -69,17 +70,35 @@ def test_every_exercise_has_answers():
     assert min(count[0].values()) >= 2 and min(count[1].values()) >= 3
 
 
-@pytest.mark.parametrize("name", EXERCISES)
+NOT_ATTEMPTED = (
+    "○ {}: not attempted yet. Put your code in place of "
+    "`raise NotImplementedError`, and run again."
+)
+
+
+@pytest.mark.parametrize("name", [n for n in EXERCISES if n not in ON_RANKS])
 def test_an_untouched_stub_is_not_attempted_yet(name):
     def stub(*args):
         raise NotImplementedError
 
     verdict = EXERCISES[name](stub)
     assert verdict.status == UNTOUCHED
-    assert repr(verdict) == (
-        f"○ {name}: not attempted yet. Put your code in place of "
-        "`raise NotImplementedError`, and run again."
-    )
+    assert repr(verdict) == NOT_ATTEMPTED.format(name)
+
+
+def test_chapters_run_the_stubs_of_exercises_on_ranks():
+    """nbval runs the cells, and compares: the same here would start all ranks again."""
+    cells = [
+        cell
+        for path in Path(__file__).parents[2].glob("notebooks/[0-9]*.ipynb")
+        for cell in json.loads(path.read_text())["cells"]
+    ]
+    for name in ON_RANKS:
+        call = f"check_{name}({name})"
+        (stub,) = [cell for cell in cells if "".join(cell["source"]).endswith(call)]
+        assert "tags" not in stub["metadata"]  # its output is not ignored
+        shown = "".join(stub["outputs"][0]["data"]["text/plain"])
+        assert shown == NOT_ATTEMPTED.format(name)
 
 
 @pytest.mark.parametrize("name", EXERCISES)

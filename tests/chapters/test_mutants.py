@@ -10,24 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
+from answer_lists import EXERCISES, ON_RANKS
 from mutants import mutants
 from survivors import ORDER, REVERSED, SURVIVORS
 
-from ddp_course.chapters import all_exercises
 from ddp_course.lab import answers, messages
 from ddp_course.lab.exercises import NOT_YET, PASSED, exercise, expect
 
 WHICH = os.environ.get("DDP_COURSE_MUTANTS", "CI")
-EXERCISES = all_exercises()
-ON_RANKS = [
-    *("swap", "my_transpose", "sharded_step", "clip_shards", "agreed_step"),
-    *("my_topk_mean", "my_average", "global_rank"),
-    *("peer_on_next_node", "copy_to_ranks", "row_linear", "my_server", "node_group"),
-    *("replicas_agree", "ring_reduce_scatter", "hierarchical_sum", "accumulate"),
-    *("average_gradients_flat", "make_replicas", "my_stage_step", "ring_transfers"),
-    *("sharded_linear", "vocab_loss", "my_broadcast", "mini_ddp", "repaired"),
-    *("my_dispatch", "my_auxiliary_loss", "my_two_averages", "my_carry", "my_layout"),
-]
 HERE = [name for name in EXERCISES if name not in ON_RANKS]
 
 
