@@ -1,10 +1,10 @@
 """Saving while training goes on: a copy in memory, which a thread writes to the disk.
 
-    write_live        naive, and wrong: a thread writes tensors that training changes
     snapshot          copy a state; an optimizer's step does not change the copy
     BackgroundWriter  copy, let a thread write, report the thread's error
 
-Only the copy delays training. It takes as much memory as the state that this rank
+A thread that wrote the tensors themselves could mix several steps in one file, since
+training changes them meanwhile. Only the copy delays training. It takes as much memory as the state that this rank
 saves. The newest file is older than with a save that waits: if the process is killed,
 the work since the last *finished* save is lost. PyTorch: torch/distributed/checkpoint,
 `async_save`. Chapter 19.
@@ -15,13 +15,6 @@ from threading import Thread
 from typing import Any
 
 from torch import Tensor
-
-
-def write_live(write: Callable[[Any], None], state: Any) -> Thread:
-    """Let a thread write the state itself; the file may mix several steps."""
-    thread = Thread(target=write, args=(state,))
-    thread.start()
-    return thread
 
 
 def snapshot(state: Any, memory: Any = None) -> Any:

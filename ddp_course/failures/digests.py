@@ -60,19 +60,14 @@ def suspects(digests: Sequence[int]) -> list[int] | None:
     return [rank for rank, own in enumerate(digests) if own != common]
 
 
-def first_spike(
-    losses: Sequence[float], times: float = 1.5, window: int = 8
-) -> int | None:
-    """Return the first step whose loss exceeds `times` the median of earlier losses.
+def first_spike(losses: Sequence[float]) -> int | None:
+    """Return the first step whose loss exceeds 1.5 times the median of earlier losses.
 
-    The median is taken over the last `window` losses, so that one of them cannot move
-    it far. A loss of nan is a spike. Returns None if no loss is a spike; raises
-    ValueError if `window` is below 1.
+    The median is taken over the last 8 losses, so that one of them cannot move it far.
+    A loss of nan is a spike. Returns None if no loss is a spike.
     """
-    if window < 1:
-        raise ValueError(f"window is {window}; it must be 1 or more")
     for step in range(1, len(losses)):
-        usual = statistics.median(losses[max(0, step - window) : step])
-        if not losses[step] <= times * usual:
+        usual = statistics.median(losses[max(0, step - 8) : step])
+        if not losses[step] <= 1.5 * usual:
             return step
     return None

@@ -38,8 +38,7 @@ class Notice:
     notes nothing.
     """
 
-    def __init__(self, number: int = signal.SIGTERM) -> None:
-        self.number = number
+    def __init__(self) -> None:
         self.noted: float | None = None
         self.agreed = False
         self._before: Any = None
@@ -47,7 +46,7 @@ class Notice:
     def __enter__(self) -> Self:
         """Install the handler."""
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(self.number, self._note)
+            self._before = signal.signal(signal.SIGTERM, self._note)
         return self
 
     def __exit__(
@@ -58,9 +57,9 @@ class Notice:
     ) -> None:
         """Restore the handler; resend a signal if the ranks have not agreed on it."""
         if self._before is not None:
-            signal.signal(self.number, self._before)
+            signal.signal(signal.SIGTERM, self._before)
             if self.noted is not None and not self.agreed:
-                os.kill(os.getpid(), self.number)
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _note(self, *_: object) -> None:
         if self.noted is None:

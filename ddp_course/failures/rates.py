@@ -7,7 +7,6 @@ rate: M(N) = M(1) / N. All times here are in the unit of `one`. Chapter 19.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from random import Random
 
@@ -66,11 +65,6 @@ def mean_time(one: float, devices: int) -> float:
     if not (one > 0 and devices > 0):
         raise ValueError(f"one is {one} and devices {devices}; both must be above 0")
     return one / devices
-
-
-def failure_probability(time: float, one: float, devices: int) -> float:
-    """Return the probability that one of the devices fails within `time`."""
-    return -math.expm1(-time / mean_time(one, devices))
 
 
 def first_failure(devices: int, one: float, dice: Random) -> float:

@@ -9,7 +9,6 @@ from refusals import refused
 from ddp_course.failures.rates import (
     LLAMA_3,
     PUBLISHED,
-    failure_probability,
     first_failure,
     mean_time,
 )
@@ -39,18 +38,10 @@ def test_the_first_of_n_fails_n_times_as_soon(devices):
     draws = [first_failure(devices, 50.0, dice) for _ in range(2000)]
     assert sum(draws) / 2000 == pytest.approx(50 / devices, rel=0.08)
     early = sum(draw < 20 / devices for draw in draws) / 2000
-    expected = failure_probability(20 / devices, 50.0, devices)
-    assert early == pytest.approx(expected, abs=0.04)
-
-
-def test_in_one_mean_time_something_fails_in_63_of_100_cases():
-    assert failure_probability(3.0, 30.0, 10) == pytest.approx(1 - math.exp(-1))
+    assert early == pytest.approx(1 - math.exp(-20 / 50), abs=0.04)
 
 
 test_what_cannot_be_is_told = refused(
     (lambda: mean_time(50_000, 0), "one is 50000 and devices 0; both must be above 0"),
-    (
-        lambda: failure_probability(1.0, -2.0, 4),
-        "one is -2.0 and devices 4; both must be above 0",
-    ),
+    (lambda: mean_time(-2.0, 4), "one is -2.0 and devices 4; both must be above 0"),
 )
