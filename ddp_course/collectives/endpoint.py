@@ -50,13 +50,6 @@ class Endpoint:
         self.meters = active_meters() if meters is None else meters
         self.nbytes_sent = 0
 
-    def among(self, members: Sequence[int]) -> Endpoint:
-        """Return an endpoint for a part of the group; `members` include this rank."""
-        endpoint = Endpoint(self.group, self.meters)
-        endpoint.ranks = [self.ranks[member] for member in members]
-        endpoint.rank, endpoint.size = members.index(self.rank), len(members)
-        return endpoint
-
     def in_order(self, tensor: Tensor) -> bool:
         """Return whether messages match by order, not by tags: NCCL and strict."""
         return self.backends.get(tensor.device.type) in ("nccl", "strict")

@@ -51,11 +51,11 @@ class ThreadExchange(Exchange):
 
 
 def play(
-    compressors: Sequence[Any], gradients: Sequence[Sequence[Tensor]], index: int = 0
+    compressors: Sequence[Any], gradients: Sequence[Sequence[Tensor]]
 ) -> list[list[Tensor]]:
     """Run the compressors of all ranks; return the mean gradients of each rank.
 
-    `gradients[r]` are those of rank r, all in bucket `index`; they are not changed.
+    `gradients[r]` are those of rank r, all in one bucket; they are not changed.
     `compressors[r]` belongs to rank r, and keeps its memory for the next call.
     """
     table, barrier = [None] * len(compressors), Barrier(len(compressors))
@@ -67,7 +67,7 @@ def play(
         views = [p.view(g.shape) for p, g in zip(parts, own, strict=True)]
         compressors[r].exchange = ThreadExchange(r, table, barrier)
         try:
-            bucket = GradBucket(index, flat, own, views, last=True)
+            bucket = GradBucket(0, flat, own, views, last=True)
             mean = compressors[r].mean(bucket)
         except BaseException:
             barrier.abort()

@@ -224,8 +224,8 @@ class OuterSteps(LocalSteps):
     is between a/2 and 2a, and nearly b otherwise.
 
     Args:
-        lr, momentum, nesterov: arguments of the outer SGD, by default the paper's. The
-            paper's inner optimizer is AdamW.
+        lr, momentum: arguments of the outer SGD, by default the paper's. The paper's
+            inner optimizer is AdamW.
         all others: as in `LocalSteps`.
     """
 
@@ -237,13 +237,12 @@ class OuterSteps(LocalSteps):
         *,
         lr: float = 0.7,
         momentum: float = 0.9,
-        nesterov: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(optimizer, module, every, **options)
         self.common = [p.detach().clone() for p in self.trained]
-        nesterov = nesterov and momentum > 0
-        self.outer = SGD(self.common, lr=lr, momentum=momentum, nesterov=nesterov)
+        outer = {"lr": lr, "momentum": momentum, "nesterov": momentum > 0}
+        self.outer = SGD(self.common, **outer)
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -44,7 +44,7 @@ class LocalSGD(LocalSteps):
         group: Group = None,
         all_reduce: AllReduce = dist.all_reduce,
     ) -> None:
-        check_arguments("LocalSGD", module)
+        check_module_argument("LocalSGD", module)
         parts = parts_of(every=every, warmup=warmup)
         options = {"warmup": warmup, "group": group, "all_reduce": all_reduce}
         super().__init__(optimizer, module, every, **options, parts=parts)
@@ -53,7 +53,7 @@ class LocalSGD(LocalSteps):
 class DiLoCo(OuterSteps):
     """Local SGD with an outer optimizer.
 
-    The arguments are those of `LocalSGD`, and the outer lr, momentum and nesterov of
+    The arguments are those of `LocalSGD`, and the outer lr and momentum of
     `OuterSteps`; the errors are those of `LocalSGD`. Chapter 14.
     """
 
@@ -63,36 +63,30 @@ class DiLoCo(OuterSteps):
         module: nn.Module,
         every: int = 8,
         *,
+        lr: float = 0.7,
+        momentum: float = 0.9,
         warmup: int = 0,
         group: Group = None,
         all_reduce: AllReduce = dist.all_reduce,
-        **outer: Any,
     ) -> None:
-        check_arguments("DiLoCo", module, **outer)
+        check_module_argument("DiLoCo", module)
+        check_positive("lr", lr)
+        check_not_negative("momentum", momentum)
+        if momentum >= 1:
+            raise ValueError(f"momentum is {momentum!r}; it must be below 1")
+        outer = {"lr": lr, "momentum": momentum}
         parts = parts_of(every=every, warmup=warmup, **outer)
         options = {"warmup": warmup, "group": group, "all_reduce": all_reduce}
         super().__init__(optimizer, module, every, **options, **outer, parts=parts)
 
 
-def check_arguments(name: str, module: nn.Module, **outer: Any) -> None:
-    """Raise ValueError if these are no arguments for the class called `name`."""
+def check_module_argument(name: str, module: nn.Module) -> None:
+    """Raise ValueError if the class `name` got something else than a module."""
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"module is of type {type(module).__name__}; it must be a torch.nn.Module: "
             f"{name}(optimizer, module)"
         )
-    for option in outer:
-        if option not in ("lr", "momentum", "nesterov"):
-            raise ValueError(
-                f"{option} is no argument of {name}; the arguments of its outer "
-                "optimizer are lr, momentum and nesterov"
-            )
-    if "lr" in outer:
-        check_positive("lr", outer["lr"])
-    if "momentum" in outer:
-        check_not_negative("momentum", momentum := outer["momentum"])
-        if momentum >= 1:
-            raise ValueError(f"momentum is {momentum!r}; it must be below 1")
 
 
 # ---- parts ---------------------------------------------------------------------------

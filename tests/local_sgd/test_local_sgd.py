@@ -138,10 +138,6 @@ test_arguments_that_cannot_be_are_refused = refused(
         r"of type SGD; .* LocalSGD\(optimizer, module",
     ),
     (lambda: constructed(DiLoCo, True), r"of type SGD; .* DiLoCo\(optimizer, module"),
-    (
-        lambda: constructed(DiLoCo, outer_lr=1),
-        "outer_lr is no argument of DiLoCo; .* lr",
-    ),
     (lambda: constructed(DiLoCo, momentum=1.5), "momentum is 1.5; it must be below 1"),
     (lambda: constructed(DiLoCo, momentum=1), "momentum is 1; it must be below 1"),
     (lambda: constructed(DiLoCo, momentum=-1), "momentum is -1; it must be a finite"),
