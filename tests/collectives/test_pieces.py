@@ -113,10 +113,9 @@ CASES = [  # every length, and every type: pieces have 125 numbers, or 250
     *((numel, INT64) for numel in (5, 125, 1009)),
     *((numel, INT32) for numel in (249, 250, 251, 1009)),
 ]
-SHAPES = [(1, 2), (1, 3), (3, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(("nnodes", "nproc"), SHAPES)
+@pytest.mark.parametrize(("nnodes", "nproc"), [(1, 3), (2, 2)])
 def test_all_reduces_in_pieces_give_the_exact_sums_and_the_bits_of_steps(nnodes, nproc):
     shape = {"nnodes": nnodes, "nproc_per_node": nproc, "output": "none"}
     wrong = spawn(lambda: wrong_sums(CASES) + bits_that_differ(), **shape)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,9 +10,7 @@ from ddp_course.collectives.catalog import PLANS, ring_plan
 from ddp_course.collectives.plan import (
     Plan,
     Transfer,
-    among,
     bounds,
-    chain,
     make_plan,
     mistakes,
     simulate,
@@ -78,9 +75,8 @@ def test_every_plan_is_right():
         assert all(t.src != t.dst and t.first < t.last for t in plan.transfers), plan
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
-def test_planted_mistakes_are_seen(n):
-    good = ring_plan(n)
+def test_planted_mistakes_are_seen():
+    good = ring_plan(4)
     missing = replace(good, transfers=good.transfers[:-1])
     twice = replace(
         good, transfers=(*good.transfers, replace(good.transfers[0], step=good.steps))
@@ -96,40 +92,12 @@ def test_planted_mistakes_are_seen(n):
     assert overtaken(make_plan("stale", 3, 1, stale))
 
 
-@pytest.mark.parametrize("n", SIZES)
-def test_reduce_scatter_then_all_gather_is_the_ring(n):
-    halves = catalog.reduce_scatter_ring_plan(n), catalog.all_gather_ring_plan(n)
-    assert chain("both", *halves).transfers == ring_plan(n).transfers
-    assert ring_plan(n).steps == 2 * (n - 1)
-    assert ring_plan(n).chunks_sent() == [2 * (n - 1)] * n
-
-
 @given(st.integers(0, 10_000), st.integers(1, 20))
 def test_chunks_cover_everything_and_are_nearly_equal(numel, chunks):
     edges = bounds(numel, chunks)
     sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
     assert edges[0] == 0 and edges[-1] == numel and len(sizes) == chunks
     assert max(sizes) - min(sizes) <= 1
-
-
-def test_among_renames_ranks_and_divides_chunks():
-    moved = among(catalog.all_gather_ring_plan(2), [5, 3], times=4, skip=8)
-    assert moved == [Transfer(0, 5, 3, 8, 12, False), Transfer(0, 3, 5, 12, 16, False)]
-
-
-def test_a_plan_can_be_read():
-    assert str(catalog.all_gather_ring_plan(2)).splitlines() == [
-        "all_gather, ring, 2 ranks",
-        "step 0: 0 -> 1, chunk 0; 1 keeps",
-        "step 0: 1 -> 0, chunk 1; 0 keeps",
-    ]
-
-
-def test_the_states_of_a_simulation():
-    states = simulate(ring_plan(2))
-    assert states[0] == [[(0,), (0,)], [(1,), (1,)]]
-    assert states[1] == [[(0, 1), (0,)], [(1,), (0, 1)]]
-    assert states[2] == [[(0, 1), (0, 1)], [(0, 1), (0, 1)]]
 
 
 @given(st.integers(0, 200), st.integers(1, 30), st.sampled_from(list(PLANS)))

@@ -41,7 +41,7 @@ def registered() -> list[bool]:
     return [*right, bool((y == n).all())]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_registered_tensors_and_their_parts(n):
     results = spawn(registered, world_size=n, output="none")
     assert results == [[True] * len(results[0])] * n and results[0]

@@ -153,9 +153,9 @@ def test_what_all_ranks_get_is_right(n):
 
     def wrong():
         results = compare(sorted(numels), [torch.float32])
-        if n in (2, 3):
+        if n == 2:
             results += compare([3, 40_009], DTYPES, list(COMBINE))
-        if n in (2, 3, 5):
+        if n > 1:
             results += compare([1009, 40_009], FLOATS, ROUGH_OPS, rough)
         return results
 
@@ -217,9 +217,8 @@ def races(rounds: int, barrier=Barrier, kind=Staging) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_calls_back_to_back_do_not_disturb_each_other(world_size):
-    assert sum(spawn(races, 200, world_size=world_size)) == 0
+def test_calls_back_to_back_do_not_disturb_each_other():
+    assert sum(spawn(races, 200, world_size=5)) == 0
 
 
 def own_first(inputs, op, out):
