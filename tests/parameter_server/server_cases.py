@@ -12,17 +12,13 @@ import torch.distributed as dist
 from refusals import said
 from torch import nn
 
-from ddp_course.checkpoint import Checkpoints
 from ddp_course.parameter_server import (
-    ASYNCHRONOUS,
     SYNCHRONOUS,
     Book,
     Record,
     RowServer,
     RowWorker,
-    Rule,
     Server,
-    ServerGoneError,
     Worker,
     bounded,
     naive,
@@ -220,12 +216,12 @@ class WrongClock(Server):
 # ---- faults --------------------------------------------------------------------------
 
 
-def one_is_killed(rule: Rule) -> Record | None:
+def one_is_killed() -> Record | None:
     """Rank 2 dies in its second turn; the others go on, after waiting for that."""
     model, rank = make_model(), dist.get_rank()
     if rank == 0:
         its_optimizer = OPTIMIZERS["sgd"](model.parameters())
-        return Server(model.parameters(), its_optimizer, rule, steps=20).serve()
+        return Server(model.parameters(), its_optimizer, bounded(1), steps=20).serve()
     store = dist.distributed_c10d._get_default_store()
     with Worker(model.parameters()) as worker:
         turn = 0
@@ -260,50 +256,3 @@ def slow_and_late() -> object:
             time.sleep(0.02)
             worker.push()
     return None
-
-
-def server_is_killed() -> tuple[str, float] | None:
-    """Rank 0 dies at the fifth step; return what a worker was told, and when."""
-    model, rank = make_model(), dist.get_rank()
-    if rank == 0:
-        its_optimizer = OPTIMIZERS["sgd"](model.parameters())
-
-        def die(version):
-            if version == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        Server(model.parameters(), its_optimizer, ASYNCHRONOUS, after_step=die).serve()
-    last = time.monotonic()
-    try:
-        with Worker(model.parameters()) as worker:
-            while worker.pull():
-                gradient(model, rank, worker.clock)
-                last = time.monotonic()
-                worker.push()
-    except ServerGoneError as error:
-        return str(error), time.monotonic() - last
-    return None
-
-
-def saved(folder: str | None, steps: int, dies_at: int = 0) -> list | None:
-    """Go on from the newest checkpoint; the server writes one every fourth step."""
-    model, rank = make_model(), dist.get_rank()
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    checkpoints = Checkpoints(folder, 4, model, optimizer, {"case": "server"})
-    losses = checkpoints.load(steps)
-    if rank > 0:
-        with Worker(model.parameters()) as worker:
-            while worker.pull():
-                gradient(model, rank, worker.version)
-                worker.push()
-        return None
-
-    def after_step(version):
-        losses.append(0.0)
-        checkpoints.save(losses)
-        if version == dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    how = {"steps": steps, "version": len(losses), "after_step": after_step}
-    record = Server(model.parameters(), optimizer, SYNCHRONOUS, **how).serve()
-    return [record.steps, *(p.detach() for p in model.parameters())]

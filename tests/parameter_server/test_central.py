@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import server_cases as cases
 import torch
+from on_ranks import launched
 from refusals import refused
 from torch import nn
 
@@ -116,8 +117,8 @@ def test_the_server_in_a_few_lines_is_replayed_bit_by_bit():
         check_in_a_few_lines(*spawn(cases.in_a_few_lines, cases.answers_the_last)[0])
 
 
-def test_a_worker_with_other_parameters_is_told_so():
-    for words in spawn(cases.of_another_model, world_size=2, timeout=20)[1]:
+def test_a_worker_with_other_parameters_is_told_so(two_ranks):
+    for words in two_ranks["of_another_model"][1]:
         assert "rank 0 serves other parameters than these" in words
 
 
@@ -133,12 +134,12 @@ def test_an_optimizer_that_fails_is_told():
 
 
 def test_a_killed_worker_keeps_nobody():
-    for rule in (SYNCHRONOUS, bounded(1), ASYNCHRONOUS):
-        record, _, dead, _ = spawn(cases.one_is_killed, rule, may_fail=[2], timeout=30)
-        assert dead.status == "killed"
-        assert record.steps == 20
-        assert [event.worker for event in record.select("lost")] == [2]
-        assert {event.worker for event in record.select("leave")} == {1, 3}
+    """With a bound of one clock; chapter 13 kills workers under the other rules."""
+    record, _, dead, _ = spawn(cases.one_is_killed, may_fail=[2], timeout=30)
+    assert dead.status == "killed"
+    assert record.steps == 20
+    assert [event.worker for event in record.select("lost")] == [2]
+    assert {event.worker for event in record.select("leave")} == {1, 3}
 
 
 def test_a_silent_worker_may_come_back_and_another_joins_late():
@@ -151,16 +152,8 @@ def test_a_silent_worker_may_come_back_and_another_joins_late():
     assert all(turn > 4 for turn in turns)
 
 
-def test_without_a_server_workers_end_at_once():
-    results = spawn(cases.server_is_killed, world_size=3, may_fail=[0], timeout=20)
-    for worker in (1, 2):
-        words, seconds = results[worker]
-        assert re.fullmatch("rank 0, which serves the weights, is gone", words)
-        assert seconds < 15  # not the patience of 300
-
-
-def test_what_cannot_work_is_refused_before_anything_is_sent():
-    said = spawn(cases.cannot_work, world_size=2, timeout=20)
+def test_what_cannot_work_is_refused_before_anything_is_sent(two_ranks):
+    said = two_ranks["cannot_work"]
     assert "server is 0, which is this rank; the server cannot be its own" in said[0][0]
     assert "rule is 'synchronous'; it can be SYNCHRONOUS" in said[0][1]
     assert "SGD'>; it must be an optimizer of params, such as" in said[0][2]
@@ -186,19 +179,6 @@ def test_a_server_that_is_silent_is_named():
 
     with pytest.raises(RankError, match="rank 0, which serves .* answered for 0.3 s"):
         spawn(waits, world_size=2, timeout=20)
-
-
-def test_a_server_goes_on_from_its_checkpoint(tmp_path):
-    def launch(folder, steps, dies_at=0):
-        return spawn(cases.saved, folder, steps, dies_at, world_size=3, timeout=30)
-
-    through, *_ = launch(None, 16)
-    with pytest.raises(RankError, match="rank 0: killed by SIGKILL"):
-        launch(str(tmp_path), 16, dies_at=10)
-    again, *_ = launch(str(tmp_path), 16)
-    assert again[0] == 8  # steps 9 to 16
-    for ours, theirs in zip(again[1:], through[1:], strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_gradients_are_collected_wherever_they_lie():
@@ -243,3 +223,5 @@ test_parameters_that_make_no_row_are_refused = refused(
         "2 kinds",
     ),
 )
+
+two_ranks = launched(2, cases.of_another_model, cases.cannot_work, timeout=20)
