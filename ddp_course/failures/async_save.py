@@ -4,10 +4,10 @@
     BackgroundWriter  copy, let a thread write, report the thread's error
 
 A thread that wrote the tensors themselves could mix several steps in one file, since
-training changes them meanwhile. Only the copy delays training. It takes as much memory as the state that this rank
-saves. The newest file is older than with a save that waits: if the process is killed,
-the work since the last *finished* save is lost. PyTorch: torch/distributed/checkpoint,
-`async_save`. Chapter 19.
+training changes them meanwhile. Only the copy delays training. It takes as much memory
+as the state that this rank saves. The newest file is older than with a save that waits:
+if the process is killed, the work since the last *finished* save is lost. PyTorch:
+torch/distributed/checkpoint, `async_save`. Chapter 19.
 """
 
 from collections.abc import Callable, Mapping
