@@ -46,8 +46,8 @@ def add_ranks():
 
 
 def test_many_launches_at_once_from_one_process():
-    """20 of them; 50 with DDP_COURSE_ENDURANCE=1."""
-    number = 50 if ENDURANCE else 20
+    """8 of them; 50 with DDP_COURSE_ENDURANCE=1."""
+    number = 50 if ENDURANCE else 8
     with ThreadPoolExecutor(number) as threads:
         sums = threads.map(lambda _: spawn(add_ranks, world_size=2), range(number))
         assert list(sums) == [[1.0, 1.0]] * number
@@ -129,9 +129,9 @@ def test_many_launches_in_a_row_beside_others_that_are_stopped(
 ):
     """The stop button is the main thread's: launches of another thread go on.
 
-    12 and 8 of them; 2,000 and 800 with DDP_COURSE_ENDURANCE=1. No memory is lost.
+    6 of each; 2,000 and 800 with DDP_COURSE_ENDURANCE=1. No memory is lost.
     """
-    launches, stops = (2000, 800) if ENDURANCE else (12, 8)
+    launches, stops = (2000, 800) if ENDURANCE else (6, 6)
     spawn(add_ranks, output="none")
     before = psutil.Process().memory_info().rss
     with ThreadPoolExecutor(1) as other:

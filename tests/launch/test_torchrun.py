@@ -14,8 +14,14 @@ import pytest
 from conftest import descendants, end, none_left
 from machines import free_port, rendezvous_on, two_machines
 
-ENDURANCE = bool(os.environ.get("DDP_COURSE_ENDURANCE"))  # everything, however long
-pytestmark = [pytest.mark.endurance, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.endurance,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        "DDP_COURSE_ENDURANCE" not in os.environ,
+        reason="PyTorch's agents are tested here, ours in test_train_torchrun.py",
+    ),
+]
 
 HERE = Path(__file__).parent
 
@@ -47,7 +53,6 @@ def answers(*agents: subprocess.Popen) -> list[str]:
     return "".join(out for out, _ in output).splitlines()
 
 
-@pytest.mark.skipif(not ENDURANCE, reason="test_train_torchrun.py has two machines")
 def test_two_agents_meet_and_restart(tmp_path):
     """Two machines with two ranks each; a rank of the second one fails, twice.
 
@@ -87,7 +92,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("number", [1, 2] if ENDURANCE else [1])
+@pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("how", ["restarts are exhausted", "SIGTERM"])
 def test_no_rank_outlives_its_agent(how, number, tmp_path):
     """Nor ranks of the other machine, which only notice that their peers are gone."""
