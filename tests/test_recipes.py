@@ -440,7 +440,7 @@ def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
         "[twice or 99 or up_to_date or node_of or v_shaped or pods or "
         "keep_no_more or fits_the_small or come_first or is_sent_once or "
         "bytes_are_the_formula or "
-        "test_architecture or readme or test_plain_words or pytorch_and_yet or "
+        "test_architecture or readme or test_plain_words or stands_in_the_package or "
         "house_rules or test_rooms"
     )
     rooms = ("exercises", "right_answers", "wrong_answers", "mutants", "figures")
