@@ -124,7 +124,7 @@ def nodes(folder: Path, timeout: float) -> Iterator[Nodes]:
                 agent.wait()
 
 
-def leave_and_return(folder: Path, timeout: float = 120) -> tuple[list, dict]:
+def leave_and_return(folder: Path, timeout: float = 300) -> tuple[list, dict]:
     """Let node b die after 4 steps of 12, and come back after 8.
 
     Returns, for each of the three phases, what the ranks noted (`note_start`); and the
