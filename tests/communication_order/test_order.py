@@ -30,9 +30,7 @@ from ddp_course.communication_order import (
 from ddp_course.theory import (
     Layer,
     binding_layer,
-    good_piece,
     least_step_time,
-    send_starts,
     wait_for_all_time,
 )
 from ddp_course.theory.ordering import paths
@@ -96,15 +94,6 @@ def test_three_layers_by_hand():
     assert best_order(long).step_time == 26
 
 
-def test_a_send_waits_for_its_gradient_and_for_the_send_before():
-    assert send_starts([1, 1], [2, 2]) == [1, 3]  # the first is under way until 3
-    two = [Layer(0, 1, 2), Layer(0, 1, 2)]
-    sends = [
-        event.start for event in simulate_step(two, FIFO).events if event.op == "send"
-    ]
-    assert sends == [1, 3]
-
-
 def test_what_is_critical_delays_the_end():
     little = Fraction(1, 100)
     for layers in (THREE, *small_models(20)):
@@ -116,32 +105,6 @@ def test_what_is_critical_delays_the_end():
             slower = [*layers]
             slower[number] = replace(layers[number], **{op: longer})
             assert follow(slower, step.order).step_time == step.step_time + little
-
-
-def test_a_credit_hides_the_launch_and_too_much_of_it_forgets_the_order():
-    """A piece of 1 is launched in 1: one by one, the link stands still half of it."""
-    layers = [Layer(3, 3, 6)] * 3
-    times = [
-        simulate_step(layers, priority(1, c), launch=1).step_time for c in (1, 2, 30)
-    ]
-    assert times[1] < times[0] and times[1] < times[2]
-    sizes = [Fraction(6, k) for k in (1, 2, 3, 6, 12, 24, 48)]
-    swept = {
-        float(size): simulate_step(
-            layers, priority(size), each=Fraction(1, 4)
-        ).step_time
-        for size in sizes
-    }
-    best = min(swept, key=swept.get)
-    assert 6 > best > 1 / 8 and best / 2 <= good_piece(layers, 1 / 4) <= best * 2
-
-
-def test_where_no_order_helps():
-    fast = [Layer(3, 6, Fraction(1, 10))] * 4
-    assert simulate_step(fast, WAIT_FOR_ALL).idle == Fraction(1, 10)
-    slow = [Layer(Fraction(1, 10), Fraction(1, 10), 6)] * 4
-    gain = simulate_step(slow, priority(1)).step_time / wait_for_all_time(slow)
-    assert gain > 0.97  # the link is what takes the time
 
 
 # ---- what is wrong -------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "data_parallel"))
 from ddp_cases import Small, batch
+from refusals import refused as refused_by_error
 from refusals import said
 from sleeping import Sleep
 from trained import same
@@ -37,7 +38,7 @@ from ddp_course.communication_order.guards import StepDue, StepFirst, check_one_
 from ddp_course.communication_order.ordered import OrderedDataParallel, options_of
 from ddp_course.compression import CourseExchange, compress, compressor
 from ddp_course.data_parallel.ddp import DistributedDataParallel
-from ddp_course.launch import Link, Links, RankError, RankTimeout, spawn
+from ddp_course.launch import Link, Links, RankTimeout, spawn
 from ddp_course.measure import ByteMeter, EventLog, SystemBytes
 from ddp_course.theory import Layer, all_reduce_ring, least_step_time
 
@@ -210,22 +211,22 @@ CASES = {  # model, optimizer, policy, accumulate, max_norm
     "together": (Experts, "adamw", priority(1 << 20), 1, None),
     "lent": (Lent, "momentum", priority(1 << 20), 1, None),
 }
-# Two pairs of ranks train half of them, all four ranks together the other half.
-CASES_OF = {2: [*CASES][::2], 4: [*CASES][1::2]}
+# Three ranks train all of them; a pair, and a rank alone, half.
+CASES_OF = {2: [*CASES][::2], 3: [*CASES]}
 WRONG = {"small": (OldParameters, LaterOptions, Twice, Lost), "lent": (LayersOnly,)}
 
 
 def as_ddp() -> dict[tuple, bool]:
-    """Train all cases in groups of 1 to 4 ranks; return which are equal to DDP."""
+    """Train all cases in groups of 1 to 3 ranks; return which are equal to DDP."""
     equal = {}
-    for first in (2, 3, 4):  # ranks in the first group; the others have one, too
-        parts = [dist.new_group(range(first)), dist.new_group(range(first % 4, 4))]
+    for first in (2, 3):  # ranks in the first group; a rank that is left is alone
+        parts = [dist.new_group(range(first)), dist.new_group(range(first % 3, 3))]
         group = parts[dist.get_rank() >= first]
         size = dist.get_world_size(group)
-        for name in CASES_OF.get(first, CASES):
+        for name in CASES_OF[first]:
             model, optimizer, policy, *rest = CASES[name]
             right = trained(ddp, model(), optimizer, group, *rest)
-            wrong = WRONG.get(name, ()) if first == 3 else ()
+            wrong = WRONG.get(name, ()) if size == 3 else ()
             for kind in (ScheduledDataParallel, *wrong):
                 make = scheduled(kind, policy)
                 results = trained(make, model(), optimizer, group, *rest)
@@ -234,12 +235,10 @@ def as_ddp() -> dict[tuple, bool]:
 
 
 def test_equal_to_ddp_bit_by_bit_and_wrong_ones_are_not():
-    for equal in spawn(as_ddp, world_size=4, output="none", timeout=60):
+    for equal in spawn(as_ddp, world_size=3, output="none", timeout=60):
         for (size, name, kind), is_equal in equal.items():
-            hidden = kind in ("Twice", "Lost") and size == 1  # there is one to add
-            assert is_equal == (kind == "ScheduledDataParallel" or hidden), (
-                f"{name}, {kind}, {size} ranks"
-            )
+            right = kind == "ScheduledDataParallel"
+            assert is_equal == right, f"{name}, {kind}, {size} ranks"
 
 
 # ---- what is refused, and what goes wrong --------------------------------------------
@@ -460,8 +459,6 @@ def killed_in_a_step(see: bool = True) -> str:
 
 
 def test_who_is_killed_within_a_step_is_named():
-    with pytest.raises(RankError, match=r"rank [13]: killed by SIGKILL"):
-        spawn(killed_in_a_step, world_size=4, output="none", timeout=30)
     results = spawn(killed_in_a_step, world_size=4, may_fail=[1, 3], timeout=30)
     assert "rank 1 of this group: the process has ended" in results[0]
     assert results[2]
@@ -484,32 +481,28 @@ def test_optimizers_are_tried_out():
     params = [nn.Parameter(torch.ones(3, 2))]
     for make in (*OPTIMIZERS.values(), torch.optim.Muon, torch.optim.NAdam):
         check_one_by_one(make(params))
-    with pytest.raises(ValueError, match="single parameters differ"):
-        check_one_by_one(Coupled(params, lr=0.0))
-    lbfgs = torch.optim.LBFGS(params)
-    with pytest.raises(ValueError, match="LBFGS cannot step parameters one by one"):
-        check_one_by_one(lbfgs)
 
 
-def test_the_class_of_an_optimizer_is_refused():
-    with pytest.raises(ValueError, match=r"optimizer is <class .*SGD'>; it must be an"):
-        check_one_by_one(torch.optim.SGD)
+def tried_out(make: Callable) -> Callable:
+    return lambda: check_one_by_one(make([nn.Parameter(torch.ones(3, 2))]))
 
 
-def test_a_policy_by_its_name_is_refused():
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"policy is 'priority'; .* such as priority\("
-    ):
-        ScheduledDataParallel(model, optimizer, "priority")
-
-
-def test_a_piece_that_is_too_short_is_refused_before_anything_is_sent():
+def constructed(kind: type[nn.Module], *args, **options) -> Callable:
     model = nn.Linear(2, 2).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="piece is 8; it must be 16 bytes or more"):
-        OrderedDataParallel(model, optimizer, piece=8)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return lambda: kind(model, sgd, *args, **options)
+
+
+test_what_cannot_be_is_refused_before_anything_is_sent = refused_by_error(
+    (tried_out(lambda _: torch.optim.SGD), "optimizer is <class .*SGD'>; it must be"),
+    (tried_out(partial(Coupled, lr=0.0)), "single parameters differ"),
+    (tried_out(torch.optim.LBFGS), "LBFGS cannot step parameters one by one"),
+    (
+        constructed(ScheduledDataParallel, "priority"),
+        r"policy is 'priority'; .* such as priority\(",
+    ),
+    (constructed(OrderedDataParallel, piece=8), "piece is 8; it must be 16 bytes or"),
+)
 
 
 # ---- in time -------------------------------------------------------------------------
