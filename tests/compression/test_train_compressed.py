@@ -15,8 +15,8 @@ from ddp_course.spec import layout_for
 from ddp_course.train import train
 
 GPT = GPTConfig(block_size=16, n_layer=1, n_head=2, d_model=24)
-ALL = ("fp16", "bf16", "int8", "sign", "topk:0.05", "randomk:0.05", "powersgd:2")
-WITH_MEMORY = ALL[3:]
+ALL = ("fp16", "int8", "sign", "topk:0.05", "randomk:0.05", "powersgd:2")
+WITH_MEMORY = ALL[2:]
 run = partial(train, batch_size=4, preset=GPT, lr=1e-2)
 
 
