@@ -30,7 +30,6 @@ from ddp_course.communication_order.schedule import (
     Policy,
     StepEvent,
     TimedStep,
-    follow,
     pieces_of,
     priority,
     simulate_step,

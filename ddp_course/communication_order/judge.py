@@ -7,18 +7,20 @@ event that it waited for. `best_order` tries all orders. Chapter 15.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
 
 from ddp_course.communication_order.schedule import (
     FIFO,
+    GradientPiece,
     OrderError,
     Policy,
     StepEvent,
     TimedStep,
     check_policy,
-    follow,
     pieces_of,
+    simulate_step,
 )
 from ddp_course.theory import Layer
 
@@ -155,9 +157,33 @@ def best_order(layers: Sequence[Layer], policy: Policy = FIFO) -> TimedStep:
         raise ValueError(
             f"{len(pieces)} pieces have up to {orders:,} orders; use {MOST} or fewer"
         )
+    how = {"piece": policy.piece, "wait_for_all": policy.wait_for_all}
     of_layers = [piece.layer for piece in pieces]
-    steps = (follow(layers, order, policy) for order in _orders(of_layers))
+    steps = (
+        simulate_step(layers, InOrder(**how, left=list(order)))
+        for order in _orders(of_layers)
+    )
     return min(steps, key=lambda step: step.step_time)
+
+
+@dataclass(frozen=True)
+class InOrder(Policy):
+    """A policy that sends pieces in one order, as on ranks that have agreed on it.
+
+    The link waits for the next piece of the order even if others are ready. `left` has
+    the number of a layer for each of its pieces; a simulation uses the list up.
+    """
+
+    name: str = "in order"
+    left: list[int] = field(default_factory=list)
+
+    def choose(self, ready: Sequence[GradientPiece]) -> GradientPiece | None:
+        """Return the next piece of the order, if it is ready."""
+        for piece in ready:
+            if piece.layer == self.left[0]:
+                del self.left[0]
+                return piece
+        return None
 
 
 def _orders(of_layers: Sequence[int]) -> Iterator[tuple[int, ...]]:

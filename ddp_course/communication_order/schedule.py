@@ -24,9 +24,9 @@ Chapter 15.
 """
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import NamedTuple
@@ -219,79 +219,6 @@ def simulate_step(
     Raises OrderError for a policy that never sends one of the pieces.
     """
     check_policy(policy)
-    return _run_step(layers, policy, policy.choose, each, launch)
-
-
-def follow(
-    layers: Sequence[Layer],
-    order: Sequence[GradientPiece | int],
-    policy: Policy = FIFO,
-    *,
-    each: Real = 0,
-) -> TimedStep:
-    """Return the simulated step in which pieces are sent exactly in this order.
-
-    The link waits for the next piece of the order even if others are ready, as on ranks
-    that have agreed on an order. `order` may have numbers of layers in place of pieces,
-    once for each piece of the layer. Only `piece` and `wait_for_all` of `policy` are
-    used. Raises OrderError if the order leaves a piece out, repeats one, or has one
-    that does not exist.
-    """
-    check_policy(policy)
-    wanted = list(_as_pieces(order))
-    remaining = wanted.copy()
-
-    def choose(ready: Sequence[GradientPiece]) -> GradientPiece | None:
-        return remaining.pop(0) if remaining and remaining[0] in ready else None
-
-    free = replace(policy, name="in order", credit=None)
-    try:
-        step = _run_step(layers, free, choose, each, 0)
-    except OrderError as error:
-        pieces = pieces_of(layers, policy.piece)
-        raise OrderError(_miscounted(wanted, pieces) or str(error)) from None
-    if remaining:
-        raise OrderError(_miscounted(wanted, pieces_of(layers, policy.piece)))
-    return step
-
-
-def _miscounted(
-    order: Sequence[GradientPiece], pieces: Collection[GradientPiece]
-) -> str | None:
-    """Return which piece `order` leaves out, repeats or has in addition, or None."""
-    for piece in (*pieces, *order):
-        if (count := order.count(piece)) != (piece in pieces):
-            return (
-                f"piece {piece.index} of layer {piece.layer} occurs {count} times in "
-                "order; every piece of every layer must occur once, and no other piece"
-            )
-    return None
-
-
-def _as_pieces(order: Iterable[GradientPiece | int]) -> Iterator[GradientPiece]:
-    sent: Counter[int] = Counter()
-    for one in order:
-        if isinstance(one, GradientPiece):
-            yield one
-        else:
-            yield GradientPiece(one, sent[one])
-            sent[one] += 1
-
-
-def check_policy(policy: Policy) -> None:
-    """Raise ValueError unless `policy` is a Policy."""
-    if not isinstance(policy, Policy):
-        must = "it must be a Policy, such as priority(), FIFO or WAIT_FOR_ALL"
-        raise ValueError(f"policy is {policy!r}; {must}")
-
-
-def _run_step(
-    layers: Sequence[Layer],
-    policy: Policy,
-    choose: Callable[[Sequence[GradientPiece]], GradientPiece | None],
-    each: Real,
-    launch: Real,
-) -> TimedStep:
     for name, time in (("each", each), ("launch", launch)):
         if not 0 <= time < math.inf:
             must = "it must be a finite number, 0 or more"
@@ -301,7 +228,7 @@ def _run_step(
         StepEvent("backward", number, 0, end - layers[number].backward, end)
         for number, end in reversed([*enumerate(ready_at)])
     ]
-    sends = list(_sends(layers, policy, choose, each, launch))
+    sends = list(_sends(layers, policy, each, launch))
     sent = {send.layer: send.end for send in sends}  # layer -> end of its last piece
     forward = _forward(
         layers, [sent[k] for k in range(len(layers))], policy, ready_at[0]
@@ -310,10 +237,16 @@ def _run_step(
     return TimedStep(tuple(layers), policy, each, tuple(events))
 
 
+def check_policy(policy: Policy) -> None:
+    """Raise ValueError unless `policy` is a Policy."""
+    if not isinstance(policy, Policy):
+        must = "it must be a Policy, such as priority(), FIFO or WAIT_FOR_ALL"
+        raise ValueError(f"policy is {policy!r}; {must}")
+
+
 def _sends(
     layers: Sequence[Layer],
     policy: Policy,
-    choose: Callable[[Sequence[GradientPiece]], GradientPiece | None],
     each: Real,
     launch: Real,
 ) -> Iterator[StepEvent]:
@@ -329,7 +262,7 @@ def _sends(
         ready = [left[0][0] for k, left in waiting.items() if ready_at[k] <= now]
         chosen = None
         if ready and (policy.credit is None or len(under_way) < policy.credit):
-            chosen = choose(ready)
+            chosen = policy.choose(ready)
         if chosen is not None:
             _, length = waiting[chosen.layer].popleft()
             if not waiting[chosen.layer]:
