@@ -5,14 +5,14 @@ step in one layout, the second in another, from the first one's checkpoint.
 """
 
 import shutil
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from in_layouts import TOLERANCE, assert_same_run, trained_in
 
 from ddp_course.checkpoint import FORMAT
-from ddp_course.launch import spawn
 from ddp_course.mechanisms.saving import read_whole, seal, unseal, write_whole
 from ddp_course.model import GPTConfig
 from ddp_course.train import History, largest_difference, train
@@ -32,34 +32,15 @@ LAYOUTS = {  # the ranks, and how they share the training
     "dp 2 x cp 2 x pp 2": (8, {"dp": 2, "cp": 2, "pp": 2, "microbatches": 2}),
 }
 OTHERS = [pair for pair in product(LAYOUTS, repeat=2) if pair[0] != pair[1]]
-# Rounding moves no parameter by more than 7e-7 here, and the plants by 5e-4 and more:
-# Adam's step is about the learning rate, 3e-4.
-TOLERANCE = 1e-5
-
-Runs = dict[str, tuple[int, float, dict[str, torch.Tensor]]]  # by the folder's name
 
 
-def run_all(steps: int, folders: dict[str, Path]) -> Runs:
+def run_all(steps: int, folders: dict[str, Path]) -> dict[str, History]:
     """Train until `steps` in each of these folders, in the layouts that they name."""
-    runs = {}
+    layouts = {}
     for name, folder in folders.items():
-        layout = LAYOUTS[name.rpartition(" -> ")[2]][1]
-        history = train(steps, checkpoint=folder, every=1, **CURVE, **layout)
-        runs[name] = history.resumed_at, history.losses[-1], history.state
-    return runs
-
-
-def on_ranks(steps: int, folders: dict[str, Path]) -> Runs:
-    """Return rank 0's runs, of one launch for each number of ranks."""
-
-    def ranks(name: str) -> int:
-        return LAYOUTS[name.rpartition(" -> ")[2]][0]
-
-    runs = {}
-    for world_size, names in groupby(sorted(folders, key=ranks), key=ranks):
-        some = {name: folders[name] for name in names}
-        runs |= spawn(run_all, steps, some, world_size=world_size, output="none")[0]
-    return runs
+        ranks, options = LAYOUTS[name.rpartition(" -> ")[2]]
+        layouts[name] = ranks, options | {"checkpoint": folder, "every": 1}
+    return trained_in(layouts, steps=steps, **CURVE)
 
 
 @pytest.fixture(scope="module")
@@ -72,27 +53,26 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     """Return each layout's folder, with a checkpoint after one step."""
     folder = tmp_path_factory.mktemp("saved")
     folders = {name: folder / str(k) for k, name in enumerate(LAYOUTS)}
-    on_ranks(1, folders)
+    run_all(1, folders)
     return folders
 
 
 @pytest.fixture(scope="module")
-def resumed(saved, tmp_path_factory) -> Runs:
+def resumed(saved, tmp_path_factory) -> dict[str, History]:
     folder = tmp_path_factory.mktemp("resumed")
     folders = {f"{a} -> {b}": folder / str(k) for k, (a, b) in enumerate(OTHERS)}
     for (a, _), copy in zip(OTHERS, folders.values(), strict=True):
         shutil.copytree(saved[a], copy)
-    return on_ranks(2, folders)
+    return run_all(2, folders)
 
 
 @pytest.mark.parametrize("pair", OTHERS, ids=" -> ".join)
 def test_each_layout_goes_on_with_the_checkpoint_of_each_other(
     pair, resumed, one_process
 ):
-    resumed_at, loss, state = resumed[" -> ".join(pair)]
-    assert resumed_at == 1
-    assert loss == pytest.approx(one_process.losses[-1], abs=1e-5)
-    assert largest_difference(state, one_process.state) < TOLERANCE
+    run = resumed[" -> ".join(pair)]
+    assert run.resumed_at == 1
+    assert_same_run(run, one_process)
 
 
 # ---- plants: a checkpoint is wrong in one place --------------------------------------

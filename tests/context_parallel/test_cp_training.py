@@ -3,111 +3,98 @@
 Their states move between layouts in `tests/test_states_between_layouts.py`.
 """
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
+from in_layouts import assert_same_run, trained_in
 from on_ranks import error_of
 
 from ddp_course.context_parallel.gpt import AverageLoss, context_parallel
 from ddp_course.launch import spawn
-from ddp_course.model import build_gpt
+from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.spec import SpecError, layout_for
 from ddp_course.train import train
 
-STEPS, ROWS = 5, 8
-# Rounding moves no parameter by more than 4e-6 in five steps; a step is about 3e-4.
-TOLERANCE = 4e-5
+SMALL = GPTConfig(block_size=16, n_layer=2, n_head=4, d_model=16)
+CURVE = {"steps": 3, "batch_size": 8, "preset": SMALL, "clip": 1.0, "keep_state": True}
 LAYOUTS = {  # the ranks, and how they share the training
-    "three ranks: 64 positions are padded to 66": (3, {"cp": 3}),
+    "three ranks: 16 positions are padded to 18": (3, {"cp": 3}),
     "gathered keys and values": (2, {"cp": 2, "attention": "gathered"}),
     "Ulysses": (2, {"cp": 2, "attention": "ulysses"}),
     "cp 2 x tp 2": (4, {"cp": 2, "tp": 2}),
     "dp 2 x cp 2 x ZeRO-1": (4, {"cp": 2, "zero": 1}),
     "dp 2 x cp 2 x ZeRO-3": (4, {"cp": 2, "zero": 3}),
-    "dp 2 x cp 2 x pp 2": (8, {"cp": 2, "pp": 2, "microbatches": 2}),
-    "NCCL's rules": (2, {"cp": 2}),
+    "cp 2 x pp 2": (4, {"cp": 2, "pp": 2, "microbatches": 2}),
+    "NCCL's rules": (2, {"cp": 2, "backend": "strict"}),
 }
 
 
-def trained(ranks=1, steps=STEPS, backend=None, **options):
-    run = partial(
-        train, steps=steps, batch_size=ROWS, clip=1.0, keep_state=True, **options
-    )
-    how = {} if backend is None else {"backend": backend}
-    return spawn(run, world_size=ranks, output="none", **how)[0]
+@pytest.fixture(scope="module")
+def runs():
+    return trained_in(LAYOUTS, **CURVE)
 
 
 @pytest.fixture(scope="module")
 def one_process():
-    return trained()
-
-
-def assert_same_training(found, expected):
-    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
-    for name, value in expected.state.items():
-        torch.testing.assert_close(found.state[name], value, rtol=0, atol=TOLERANCE)
+    return train(**CURVE)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_spawn_the_same_training(name, one_process):
-    ranks, options = LAYOUTS[name]
-    backend = "strict" if name == "NCCL's rules" else None
-    assert_same_training(trained(ranks, backend=backend, **options), one_process)
+def test_spawn_the_same_training(name, runs, one_process):
+    assert_same_run(runs[name], one_process)
 
 
 # ---- plants --------------------------------------------------------------------------
 
 
-def step_of_two_ranks(plant):
-    """Return the largest error of the gradients' mean; a plant changes the model."""
-    x = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(0))
-    y = x.roll(-1, 1)
-    build_gpt()(x, y)
-    whole, model = build_gpt(), context_parallel(build_gpt())
-    loss, expected = model, whole(x, y)[1]
-    expected.backward()
-    plant(model)
-    loss = model(x, y)[1]
-    loss.backward()
-    errors = [float(loss - expected)]
-    for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
-        dist.all_reduce(mine.grad)
-        errors.append(float((mine.grad / 2 - its.grad).abs().max()))
-    return max(map(abs, errors))
-
-
-def nothing(model):
-    pass
-
-
-def positions_from_zero(model):
+def positions_from_zero(model, patch):
     """Each rank counts its own positions from 0, as if it had a whole sequence."""
     right = model.embed.positions.forward
     model.embed.positions.forward = lambda own: right(torch.arange(len(own)))
 
 
-def loss_of_own_tokens(model):
+def loss_of_own_tokens(model, patch):
     """The padding counts as positions: shares are those of the padded sequence."""
     loss = model.loss_fn.mean_loss
     model.loss_fn.mean_loss = lambda logits, y: loss(logits, y) / logits.shape[1]
 
 
-def gradient_of_the_sum(model):
+def gradient_of_the_sum(model, patch):
     """Backward of the mean divides, too: every gradient is halved."""
-    AverageLoss.backward = staticmethod(lambda ctx, gradient: (gradient / 2, None))
+    halved = staticmethod(lambda ctx, gradient: (gradient / 2, None))
+    patch.setattr(AverageLoss, "backward", halved)
 
 
-@pytest.mark.parametrize(
-    "plant", [positions_from_zero, loss_of_own_tokens, gradient_of_the_sum]
-)
-def test_spawn_a_wrong_division_is_seen(plant):
-    right, wrong = (
-        spawn(step_of_two_ranks, one, world_size=2, output="none")
-        for one in (nothing, plant)
-    )
-    assert max(right) < 1e-6 < 1e-4 < max(wrong)
+PLANTS = (positions_from_zero, loss_of_own_tokens, gradient_of_the_sum)
+
+
+def errors_of_a_step():
+    """On every rank: the largest error of loss and gradients; right, and planted."""
+    x = torch.randint(96, (2, 16), generator=torch.Generator().manual_seed(0))
+    y, found = x.roll(-1, 1), {}
+    whole = build_gpt(SMALL)
+    expected = whole(x, y)[1]
+    expected.backward()
+    for plant in (None, *PLANTS):
+        model = context_parallel(build_gpt(SMALL))
+        with pytest.MonkeyPatch.context() as patch:
+            if plant:
+                plant(model, patch)
+            loss = model(x, y)[1]
+            loss.backward()
+        errors = [abs(float(loss - expected))]
+        for mine, its in zip(model.parameters(), whole.parameters(), strict=True):
+            dist.all_reduce(mine.grad)
+            errors.append(float((mine.grad / 2 - its.grad).abs().max()))
+        found[plant and plant.__name__] = max(errors)
+    return found
+
+
+def test_spawn_a_wrong_division_is_seen():
+    ranks = spawn(errors_of_a_step, world_size=2, output="none")
+    assert max(rank[None] for rank in ranks) < 1e-6
+    for plant in PLANTS:
+        assert max(rank[plant.__name__] for rank in ranks) > 1e-4, plant
 
 
 # ---- use -----------------------------------------------------------------------------
@@ -115,8 +102,8 @@ def test_spawn_a_wrong_division_is_seen(plant):
 
 def uses():
     """Return what a user sees of a divided model: logits, and refusals."""
-    x = torch.randint(96, (2, 21), generator=torch.Generator().manual_seed(0))
-    whole, model = build_gpt(), context_parallel(build_gpt())
+    x = torch.randint(96, (2, 13), generator=torch.Generator().manual_seed(0))
+    whole, model = build_gpt(SMALL), context_parallel(build_gpt(SMALL))
     with torch.no_grad():
         error = float((model(x)[0] - whole(x)[0]).abs().max())
     own, first = x + dist.get_rank() % 2, x[:, :1]

@@ -3,12 +3,13 @@
 Their states move between layouts in `tests/test_states_between_layouts.py`.
 """
 
-from functools import partial
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import error_of
+from in_layouts import TOLERANCE, assert_same_run, trained_in
+from on_ranks import error_of, launched
 
 from ddp_course.experts import axis
 from ddp_course.experts.axis import expert_parallel
@@ -23,10 +24,11 @@ from ddp_course.parallelize import optimizer_for, parallelize
 from ddp_course.spec import SpecError, Training, layout_for
 from ddp_course.train import train
 
-STEPS, ROWS = 5, 8
-SMALL = GPTConfig(n_layer=2, d_model=48)
+SMALL = GPTConfig(block_size=20, n_layer=2, n_head=4, d_model=16)
+CURVE = {"steps": 3, "batch_size": 8, "preset": SMALL, "clip": 1.0, "keep_state": True}
+CURVE |= {"experts": 8}
 CONFIG = Training(experts=8).with_experts(SMALL)
-EXPERTS = 2 * 8 * (8 * 48 * 48 + 5 * 48)  # parameters of all experts
+EXPERTS = 2 * 8 * (8 * 16 * 16 + 5 * 16)  # parameters of all experts
 DROPS = {"capacity": 1.0, "experts_per_token": 1}
 LAYOUTS = {  # the ranks, and how they share the training
     "ep 4 inside dp 4": (4, {"ep": 4}),
@@ -44,51 +46,36 @@ LAYOUTS = {  # the ranks, and how they share the training
     "ep 2 x cp 2": (4, {"ep": 2, "cp": 2, "balance": 0.0}),
     "pp 2 alone": (2, {"pp": 2}),
     "ZeRO-3 alone": (2, {"zero": 3} | DROPS),
-    "NCCL's rules": (2, {"ep": 2}),
+    "NCCL's rules": (2, {"ep": 2, "backend": "strict"}),
 }
 OF_THE_MODEL = ("capacity", "experts_per_token", "balance")
 
 
-def trained(ranks=1, steps=STEPS, backend=None, **options):
-    options = {"clip": 1.0, "keep_state": True, "experts": 8} | options
-    run = partial(train, steps, ROWS, SMALL, **options)
-    how = {} if backend is None else {"backend": backend}
-    return spawn(run, world_size=ranks, output="none", **how)[0]
+@cache
+def one_process(**options):
+    """Return the training of one process with a model's options."""
+    return train(**CURVE, **options)
+
+
+def model_of(options):
+    return {name: options[name] for name in OF_THE_MODEL if name in options}
 
 
 @pytest.fixture(scope="module")
-def one_process():
-    """Return the training of one process with a model's options, each run once."""
-    runs = {}
-
-    def of(options):
-        model = {n: options[n] for n in OF_THE_MODEL if n in options}
-        key = repr(model)
-        if key not in runs:
-            runs[key] = trained(**model)
-        return runs[key]
-
-    return of
-
-
-def assert_same_training(found, expected):
-    assert found.losses == pytest.approx(expected.losses, abs=1e-5)
-    for name, value in expected.state.items():
-        torch.testing.assert_close(found.state[name], value, rtol=0, atol=1e-5)
+def runs():
+    return trained_in(LAYOUTS, **CURVE)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_spawn_the_same_training(name, one_process):
-    ranks, options = LAYOUTS[name]
-    backend = "strict" if name == "NCCL's rules" else None
-    found = trained(ranks, backend=backend, **options)
-    assert_same_training(found, one_process(options))
+def test_spawn_the_same_training(name, runs):
+    expected = one_process(**model_of(LAYOUTS[name][1]))
+    assert_same_run(runs[name], expected)
 
 
 # ---- what a rank has, and plants -----------------------------------------------------
 
 
-def one_step(plant, **options):
+def one_step(plant=None, **options):
     """Return the largest errors of gradients and norm, and what the rank keeps."""
     whole = build_mixture_gpt(CONFIG)
     random = torch.Generator().manual_seed(dist.get_rank())
@@ -98,12 +85,14 @@ def one_step(plant, **options):
     rows = torch.cat(all_x)
     whole(rows, rows)[1].backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in whole.parameters()])
-    plant()
     layout = layout_for(dist.get_world_size(), **options)
     axes = make_groups(layout.mesh, *layout.together)
-    model = parallelize(build_mixture_gpt(CONFIG), layout, axes)
-    optimizer = optimizer_for(model, layout, axes, 1e-3)
-    model(x, x)[1].backward()
+    with pytest.MonkeyPatch.context() as patch:
+        if plant:
+            plant(patch)
+        model = parallelize(build_mixture_gpt(CONFIG), layout, axes)
+        optimizer = optimizer_for(model, layout, axes, 1e-3)
+        model(x, x)[1].backward()
     if layout.zero:
         found = optimizer.clip_grad_norm_(1e9)
         optimizer.step()
@@ -120,15 +109,7 @@ def one_step(plant, **options):
     return errors | {"numbers": sum(p.numel() for p in own.values())}
 
 
-def on_four_ranks(plant, **options):
-    return spawn(partial(one_step, plant, **options), world_size=4, output="none")
-
-
-def nothing():
-    pass
-
-
-def divided_by_the_replicas():
+def divided_by_the_replicas(patch):
     """A mean over the replicas, though a gradient is the sum of R ranks' tokens."""
     pack = BucketReducer.pack
 
@@ -137,83 +118,121 @@ def divided_by_the_replicas():
         pack(self, bucket, slot)
         self.scale = scale
 
-    BucketReducer.pack = too_large
+    patch.setattr(BucketReducer, "pack", too_large)
 
 
-def averaged_over_all():
+def averaged_over_all(patch):
     """Experts are averaged with other experts, as DDP does with any parameter."""
-    torch.nn.Parameter.replicas = property(lambda _: None, lambda *_: None)
+    none = property(lambda _: None, lambda *_: None)
+    patch.setattr(torch.nn.Parameter, "replicas", none, raising=False)
 
 
-def without_the_auxiliary_loss():
+def without_the_auxiliary_loss(patch):
     """The loss is added to nothing."""
-    AddAuxiliaryLoss.backward = staticmethod(lambda ctx, g: (g, None, None))
+    unscaled = staticmethod(lambda ctx, g: (g, None, None))
+    patch.setattr(AddAuxiliaryLoss, "backward", unscaled)
 
 
-PLANTS = [divided_by_the_replicas, averaged_over_all, without_the_auxiliary_loss]
+PLANTS = (divided_by_the_replicas, averaged_over_all, without_the_auxiliary_loss)
+EP = (2, 4)
 
 
-@pytest.mark.parametrize("ep", [2, 4])
-def test_spawn_gradients_and_norm_are_those_of_one_process(ep):
+def right_steps():
+    """On every rank: a step of each of these layouts."""
+    layouts = [(ep, zero) for ep in EP for zero in (0, 1, 2)]
+    return {(ep, zero): one_step(ep=ep, zero=zero) for ep, zero in layouts}
+
+
+def planted_steps():
+    """On every rank: a step with each of the mistakes."""
+    return {plant.__name__: one_step(plant, ep=2) for plant in PLANTS}
+
+
+four_ranks = launched(4, right_steps, planted_steps)
+
+
+@pytest.mark.parametrize("ep", EP)
+def test_spawn_gradients_and_norm_are_those_of_one_process(four_ranks, ep):
     total = CONFIG.num_parameters
     assert total == sum(p.numel() for p in build_mixture_gpt(CONFIG).parameters())
-    for errors in on_four_ranks(nothing, ep=ep):
+    for rank in four_ranks["right_steps"]:
+        errors = dict(rank[ep, 0])
         assert errors.pop("numbers") == total - EXPERTS + EXPERTS // ep
         assert max(map(abs, errors.values())) < 1e-5, errors
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("ep", [2, 4])
-def test_spawn_states_are_sharded_over_the_ranks_that_have_the_parameters(ep, zero):
+@pytest.mark.parametrize("ep", EP)
+def test_spawn_states_are_sharded_over_the_ranks_that_have_the_parameters(
+    four_ranks, ep, zero
+):
     rest = CONFIG.num_parameters - EXPERTS
-    ranks = on_four_ranks(nothing, ep=ep, zero=zero)
-    for errors in ranks:
-        assert abs(errors["norm"]) < 1e-5
-        assert errors["numbers"] == pytest.approx(rest / 4 + EXPERTS / 4, abs=8)
+    for rank in four_ranks["right_steps"]:
+        assert abs(rank[ep, zero]["norm"]) < 1e-5
+        wanted = pytest.approx(rest / 4 + EXPERTS / 4, abs=8)
+        assert rank[ep, zero]["numbers"] == wanted
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_spawn_a_wrong_average_is_seen(plant):
-    for errors in on_four_ranks(plant, ep=2):
-        del errors["numbers"]
+def test_spawn_a_wrong_average_is_seen(four_ranks, plant):
+    for rank in four_ranks["planted_steps"]:
+        errors = {k: v for k, v in rank[plant.__name__].items() if k != "numbers"}
         assert max(map(abs, errors.values())) > 1e-3
 
 
 def clipped():
     """Return how far the norm is off if no rank's experts count but the first's."""
-    place = axis.place
+    place, group, placements = axis.place, dist.group.WORLD, {}
 
-    def replicated(tensor, group, placement, **options):
-        step = place(tensor, group, placement, **options)
-        tensor.hidden = placement
-        return step
+    def noted(tensor, group, placement, **options):
+        placements[tensor] = placement
+        return place(tensor, group, placement, **options)
 
-    axis.place = replicated
-    group = dist.group.WORLD
-    model = expert_parallel(build_mixture_gpt(CONFIG), group, group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(axis, "place", noted)
+        model = expert_parallel(build_mixture_gpt(CONFIG), group, group)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     right = model.clip_grad_norm_(1e9)
     for p in model.parameters():
-        if p.hidden != Replicate():
-            axis.place(p, group, Replicate(), like=p)
+        if placements[p] != Replicate():
+            place(p, group, Replicate(), like=p)
     return float(right), float(model.clip_grad_norm_(1e9))
 
 
-def test_spawn_a_norm_of_one_ranks_experts_is_seen():
-    for right, wrong in spawn(clipped, world_size=2, output="none"):
+def refused():
+    """Return what is said to a model without experts, and to a divided one."""
+    group = dist.group.WORLD
+    model = expert_parallel(build_mixture_gpt(CONFIG), group, group)
+    return [
+        error_of(lambda: expert_parallel(build_gpt(), group, group)),
+        error_of(lambda: expert_parallel(model, group, group)),
+    ]
+
+
+two_ranks = launched(2, clipped, refused)
+
+
+def test_spawn_a_norm_of_one_ranks_experts_is_seen(two_ranks):
+    for right, wrong in two_ranks["clipped"]:
         assert right == pytest.approx(CONFIG.num_parameters**0.5)
         assert wrong < 0.9 * right
 
 
-def test_a_pipeline_that_does_not_scale_the_auxiliary_loss_is_seen(one_process):
+def test_spawn_models_without_experts_are_refused(two_ranks):
+    for plain, twice in two_ranks["refused"]:
+        assert "the model is a GPT without experts; build_mixture_gpt" in plain
+        assert "divided already" in twice
+
+
+def test_a_pipeline_that_does_not_scale_the_auxiliary_loss_is_seen():
     def unscaled():
         GradientScale.before_compute = lambda *_: None
-        return train(STEPS, ROWS, SMALL, experts=8, pp=2, keep_state=True, clip=1.0)
+        return train(**CURVE, pp=2)
 
     found = spawn(unscaled, world_size=2, output="none")[0]
     with pytest.raises(AssertionError):
-        assert_same_training(found, one_process({}))
+        assert_same_run(found, one_process(), 10 * TOLERANCE)
 
 
 # ---- what cannot be ------------------------------------------------------------------
@@ -247,21 +266,6 @@ def test_layouts_that_cannot_be_are_refused_before_ranks_start(ranks, options, w
 def test_models_that_cannot_be_divided_so_are_refused(ranks, options, config, words):
     with pytest.raises(SpecError, match=words):
         layout_for(ranks, **options).check(config=config)
-
-
-def refused():
-    group = dist.group.WORLD
-    model = expert_parallel(build_mixture_gpt(CONFIG), group, group)
-    return [
-        error_of(lambda: expert_parallel(build_gpt(), group, group)),
-        error_of(lambda: expert_parallel(model, group, group)),
-    ]
-
-
-def test_spawn_models_without_experts_are_refused():
-    for plain, twice in spawn(refused, world_size=2, output="none"):
-        assert "the model is a GPT without experts; build_mixture_gpt" in plain
-        assert "divided already" in twice
 
 
 @pytest.mark.parametrize(
