@@ -56,19 +56,6 @@ def test_a_routed_mixture_is_the_dense_one(kind, k):
     assert expected["router.weight"].abs().max() > 1e-6
 
 
-def test_gradients_are_those_of_finite_differences():
-    model = mixture(SortedMixture, 2)
-    x = torch.randn(8, C, dtype=torch.float64, requires_grad=True)
-    router, first = model.router.weight, model.experts[0][0].weight
-
-    def call(x, router, first):
-        return torch.func.functional_call(
-            model, {"router.weight": router, "experts.0.0.weight": first}, (x,)
-        )
-
-    assert torch.autograd.gradcheck(call, (x, router, first))
-
-
 def test_all_experts_of_equal_weights_are_one_mlp():
     model = mixture(RoutedMixture, 2)
     for expert in model.experts:

@@ -20,20 +20,11 @@ from ddp_course.pipeline import (
     spine,
     stage_plan,
 )
-from ddp_course.pipeline.backward import SplitLinear, WeightGradStore, split_backward
+from ddp_course.pipeline.backward import WeightGradStore, split_backward
 from ddp_course.pipeline.batch_checks import MeanLoss
 from ddp_course.pipeline.overlapped import horizons
 from ddp_course.pipeline.stages import Stage
 from ddp_course.pipeline.virtual_time import VirtualClock
-
-
-def test_the_spine_called_layer_by_layer_is_the_model():
-    model, x = untied(), batch(0)[0]
-    for layer in spine(model).values():
-        x = layer(x)
-    assert torch.equal(x, model(batch(0)[0])[0])
-    assert list(spine(model))[:2] == ["embed", "blocks.0"]
-    assert list(spine(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))) == ["0", "1"]
 
 
 def test_a_cut_can_be_printed_and_says_who_has_what():
@@ -175,13 +166,7 @@ def test_a_loss_that_is_a_mean_over_rows_is_not():
     assert MeanLoss(nn.CrossEntropyLoss(ignore_index=4)).ignored == 4
 
 
-def test_a_split_linear_layer_has_the_right_gradients():
-    torch.manual_seed(0)
-    arguments = [
-        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-        for shape in ((2, 3, 5), (4, 5), (4,))
-    ]
-    assert torch.autograd.gradcheck(SplitLinear.apply, (*arguments, WeightGradStore()))
+def test_a_split_linear_layer_is_refused_under_autocast():
     with torch.autocast("cpu"), pytest.raises(RuntimeError, match="autocast"):
         layer = nn.Linear(2, 2)
         split_backward(layer, WeightGradStore())

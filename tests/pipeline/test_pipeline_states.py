@@ -14,7 +14,6 @@ from torch import nn
 from trained import same
 
 from ddp_course.collectives import CollectiveError
-from ddp_course.data_parallel import DistributedDataParallel
 from ddp_course.launch import RankError, spawn
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.mechanisms.whole_state import (
@@ -183,21 +182,6 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "state": "the state_dict has no embed.tokens.weight",
     }.items():
         assert words in results[0][case], results[0][case]
-
-
-def two_pipelines_of_other_stages() -> str:
-    rank = dist.get_rank()
-    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    pipeline = PipelineParallel(tied(), group=pp, sizes=[5 - rank // 2, 3 + rank // 2])
-    return refused(DistributedDataParallel, pipeline, dp)
-
-
-def test_pipelines_of_other_stages_are_no_replicas():
-    results = spawn(
-        two_pipelines_of_other_stages, world_size=4, output="none", timeout=60
-    )
-    assert all("the ranks differ" in words and "missing" in words for words in results)
 
 
 class Breaks(nn.Module):

@@ -145,9 +145,8 @@ PLANTS = {f.__name__: f for f in (averaged, summed_twice, not_summed)}
 PLANTS["of_the_first_forward"] = of_the_first_forward
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_however_forward_is_called(n):
-    ranks = spawn(in_each_way, world_size=n, output="none", device="cpu", timeout=200)
+def test_however_forward_is_called():
+    ranks = spawn(in_each_way, world_size=3, output="none", device="cpu", timeout=200)
     expected = {name: of_one_process(name) for name in ("plain", "frozen")}
     for rank in ranks:
         for way, (_, all_reduces) in WAYS.items():

@@ -81,7 +81,7 @@ def sent() -> dict[str, dict]:
     return results
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 def test_bytes_sent_and_kept_are_those_of_the_formulas(n):
     ranks = spawn(sent, world_size=n, output="none", device="cpu", timeout=100)
     how = {"config": CONFIG, "batch": ROWS, "tp_size": n}

@@ -158,18 +158,6 @@ def test_axes_that_forget_one_another_are_rejected(wrong):
     assert off(wrong)
 
 
-def test_hybrid_sharding_by_its_formula():
-    """3 Psi (F-1)/F inside a group of F, 2 (Psi/F)(R-1)/R across R of them."""
-    psi = 4 * sum(ComposedRank(config()).units())
-    for shards, replicas in ((2, 2), (2, 4), (4, 2)):
-        how = {"dp": shards * replicas, "replicas": replicas, "zero": 3}
-        along = ComposedRank(config(), **how).volume(8)
-        assert along.dp == 3 * psi * Fraction(shards - 1, shards)
-        across = 2 * Fraction(psi, shards) * Fraction(replicas - 1, replicas)
-        assert along.replicas == across
-        assert along.tp == along.pp == 0
-
-
 def of(**options):
     return lambda: ComposedRank(config(), **options)
 

@@ -20,7 +20,6 @@ from ddp_course.theory import (
     gpt_activations,
     gpt_peak,
     mixture_cost,
-    ranks_per_token,
     tensor_parallel_parameters,
     tensor_parallel_volume,
 )
@@ -60,17 +59,6 @@ def test_uniform_choices_send_the_balanced_rows(ranks):
     assert volume.backward == 160
     assert volume.forward == 160 + 64 * (ranks - 1) // ranks
     assert volume.total == volume.forward + volume.backward
-
-
-@pytest.mark.parametrize(("experts", "k", "ranks"), [(8, 2, 4), (8, 3, 2), (6, 1, 3)])
-def test_ranks_of_a_token_are_counted(experts, k, ranks):
-    sets = list(combinations(range(experts), k))
-    found = sum(len({e // (experts // ranks) for e in each}) for each in sets)
-    assert ranks_per_token(experts, k, ranks) * len(sets) == found
-
-
-def test_deepseek_sends_a_token_to_5_3_of_8_ranks():
-    assert float(ranks_per_token(256, 8, 8)) == pytest.approx(5.30, abs=0.01)
 
 
 def test_loads_and_drops_are_counted():

@@ -11,28 +11,10 @@ from ddp_course.theory import compressed_bytes
 from ddp_course.theory.compression import factor_sizes, ring_bytes
 
 MATRIX = [(1024, 1024)]
-DENSE = compressed_bytes("none", MATRIX, 4)
-
-
-def test_known_ratios():
-    assert DENSE == 2 * 3 / 4 * 4 * 2**20
-    ratios = {
-        "fp16": 1 / 2,
-        "bf16": 1 / 2,
-        "int8": 1 / 4 * (1 + 4 / 64),
-        "powersgd:1": 2 * 1024 / 2**20,
-        "powersgd:4": 4 * 2 * 1024 / 2**20,
-    }
-    for method, ratio in ratios.items():
-        assert compressed_bytes(method, MATRIX, 4) == ratio * DENSE, method
-    assert compressed_bytes("sign", MATRIX, 4) == 3 * (2**17 + 4)
-    k = round(0.01 * 2**20)
-    assert compressed_bytes("topk:0.01", MATRIX, 4) == 3 * 8 * k
-    all_ranks = [compressed_bytes("randomk:0.01", MATRIX, 4, r) for r in range(4)]
-    assert sum(all_ranks) == 2 * 3 * 4 * k
 
 
 def test_one_rank_sends_nothing_and_uneven_chunks_add_up():
+    assert compressed_bytes("none", MATRIX, 4) == 2 * 3 / 4 * 4 * 2**20
     for method in ("none", "fp16", "int8", "sign", "topk:0.1", "powersgd:2"):
         assert compressed_bytes(method, [(7, 5), (3,)], 1) == 0
     for n in (2, 3, 5):
