@@ -54,8 +54,8 @@ def spawn(
             every run), "live" (as it is printed) or "none"; at most 500 lines of each
             rank are shown, a report holds all of them (up to 32 MiB).
         device: "auto" (a GPU for each rank if there are enough), "cpu" or "cuda".
-        backend: "auto" (NCCL on GPUs, else gloo), "gloo", "nccl", "mpi", "ucc", or
-            "strict": NCCL's rules on the CPU.
+        backend: "auto" (NCCL on GPUs, else gloo), "gloo", "nccl", or "strict": NCCL's
+            rules on the CPU.
         share_gpus: let several ranks use the same GPU, over gloo.
         threads: threads that PyTorch may use in each rank.
         init: create the process group. With False, `fn` calls `init_process_group`.

@@ -13,7 +13,7 @@ import torch
 
 from ddp_course.launch.topology import Place, Topology
 
-BACKENDS = ("auto", "gloo", "strict", "nccl", "mpi", "ucc")
+BACKENDS = ("auto", "gloo", "strict", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -69,9 +69,6 @@ def choose(
         if value not in known:
             can = ", ".join(map(repr, known))
             raise ValueError(f"{name} is {value!r}; it can be one of {can}")
-    if backend in ("mpi", "ucc") and not _built_in(backend):
-        sentence = f"backend is {backend!r}, but this PyTorch was built without it"
-        raise ValueError(f"{sentence}; 'gloo' works everywhere")
     if device == "cuda" and have == 0:
         raise ValueError("device is 'cuda', but this machine has no GPU; use 'cpu'")
     if backend == "strict" and device != "cuda":
@@ -123,10 +120,6 @@ def _on_cpu(n: int, backend: str, why: str) -> Placement:
     backend = "gloo" if backend == "auto" else backend
     sentence = f"{_ranks(n)} on the CPU, talking over {backend}: {why}."
     return Placement(backend, (), sentence)
-
-
-def _built_in(backend: str) -> bool:
-    return getattr(torch.distributed, f"is_{backend}_available")()
 
 
 def _ranks(count: int) -> str:

@@ -43,7 +43,6 @@ def nothing_starts(monkeypatch):
     monkeypatch.setattr(server, "start", start)
     monkeypatch.setattr(server, "warm", start)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("ddp_course.launch.devices._built_in", lambda _: False)
     before = multiprocessing.active_children()
     yield
     assert multiprocessing.active_children() == before
