@@ -13,7 +13,7 @@ from drawings import no_texts_overlap
 from refusals import answered
 
 from ddp_course import bench, cli
-from ddp_course.bench import all_reduce, compression, steps, table, turns
+from ddp_course.bench import all_reduce, compression, launch, steps, table, turns
 from ddp_course.bench.launch import CASES, SCRIPT, LaunchProcess
 from ddp_course.bench.turns import ENOUGH, Pair, in_turns, row, rows_of, slowest
 from ddp_course.cli import main
@@ -221,13 +221,19 @@ def test_both_sides_launch_every_case(monkeypatch):
 
 
 @pytest.mark.kernel
-def test_a_launch_is_timed_in_a_process_that_ends_and_one_that_fails_is_told(capfd):
-    with LaunchProcess("theirs") as idle, LaunchProcess("theirs") as process:
+def test_a_launch_is_timed_in_a_process_that_ends_and_one_that_fails_is_told(
+    tmp_path, monkeypatch, capfd
+):
+    with LaunchProcess("theirs") as process:
         took = process.launch("all_reduce", 1)
         assert 0 < took < process.since_start
+    assert process.returncode == 0
+    (tmp_path / "fails.py").write_text("input()\n1 / 0")
+    monkeypatch.setattr(launch, "SCRIPT", tmp_path / "fails.py")
+    with LaunchProcess("theirs") as process:
         with pytest.raises(LaunchError, match="a launch of theirs failed"):
-            process.launch("no such case", 2)
-    assert idle.returncode == 0 != process.returncode
+            process.launch("all_reduce", 1)
+    assert process.returncode != 0
     warm = []
     for _ in range(3):  # one of them without a pause by other programs
         start = time.perf_counter()

@@ -105,11 +105,11 @@ def column(
     return [align(cell, width) for cell in (*head, *cells)]
 
 
-def join_columns(columns: list[list[str]], gap: str = "  ") -> list[str]:
+def join_columns(columns: list[list[str]]) -> list[str]:
     """Return the lines of columns side by side, aligned at the bottom."""
     most = max(map(len, columns))
     full = [[" " * len(c[-1])] * (most - len(c)) + c for c in columns]
-    return [gap.join(cells).rstrip() for cells in zip(*full, strict=True)]
+    return ["  ".join(cells).rstrip() for cells in zip(*full, strict=True)]
 
 
 def _bars(columns: list[tuple[Pair, Found]]) -> list[str]:
