@@ -134,13 +134,11 @@ def train(
     micro: int = 1,
     clip: float | None = None,
     sync_all: bool = False,
-    states: bool = False,
 ) -> Trained:
     """Train on this rank's rows, which it takes in `micro` microbatches.
 
     Without `wrap`: one process on the whole batch. Ranks start from different seeds.
-    With `sync_all`, every microbatch is averaged, otherwise the last one is. With
-    `states`, the optimizer's are told, too.
+    With `sync_all`, every microbatch is averaged, otherwise the last one is.
     """
     alone = wrap is None
     rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
@@ -166,10 +164,6 @@ def train(
         if step in (0, steps - 1):  # they cost more than the steps
             state = whole_state(sharded)
             run.states.append({k: v.clone() for k, v in state.items()})
-    if states and hasattr(sharded, "full_optimizer_state_dict"):
-        run.optimizer = sharded.full_optimizer_state_dict(opt)
-    elif alone:
-        run.optimizer = opt.state_dict()
     return run
 
 
@@ -280,20 +274,6 @@ class Sum(Fake):
 
     def spoil(self, flat):
         flat.scale = 1.0
-
-
-class ReplicasForgotten(Fake):
-    """Each group of shards trains for itself, from the same numbers."""
-
-    def spoil(self, flat):
-        flat.replicas, flat.scale = None, 2 * flat.scale
-
-
-class SumOfReplicas(Fake):
-    """The mean inside of a group of shards, and the sum of these."""
-
-    def spoil(self, flat):
-        flat.scale *= 2
 
 
 class NoMessages(MeteredMessages):

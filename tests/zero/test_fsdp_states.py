@@ -9,6 +9,7 @@ from torch import nn
 from trained import same
 
 from ddp_course.launch import spawn
+from ddp_course.mesh import Mesh, make_groups
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import sharded_checkpoint
 
@@ -42,6 +43,8 @@ def everything(folder: str) -> dict:
     results = {"loaded": loaded(folder)}
     if dist.get_world_size() == 3:
         results |= {"groups": groups(), "fake": rank_0_only(folder)}
+    if dist.get_world_size() == 4:
+        results["replicas"] = with_replicas(folder)
     return results
 
 
@@ -183,6 +186,29 @@ def rank_0_only(folder: str) -> bool:
     before = module.full_state_dict()
     sharded_checkpoint.load(f"{folder}/fake", module)
     return same(before, module.full_state_dict())
+
+
+def with_replicas(folder: str) -> tuple[str, bool]:
+    """On every rank: an error of rank 3 alone, and whether a save came back."""
+    axes = make_groups(Mesh({"replicate": 2, "shard": 2}))
+    groups = {"group": axes.group("shard"), "replicas": axes.group("replicate")}
+    wide = 5 if dist.get_rank() == 3 else 4
+    error = error_of(lambda: Ours(nn.Linear(3, wide), **groups))
+    module, _ = sharded(*CASES[0], **groups)
+    sharded_checkpoint.save(f"{folder}/replicas", module)
+    before = module.full_state_dict()
+    with torch.no_grad():
+        for piece in module.parameters():
+            piece.zero_()
+    sharded_checkpoint.load(f"{folder}/replicas", module)
+    return error, same(before, module.full_state_dict())
+
+
+def test_of_replicas_one_saves_and_all_are_compared(ranks):
+    for error, saved in (rank["replicas"] for rank in ranks if "replicas" in rank):
+        assert error.startswith("ReplicaError: ") and "rank 3" in error
+        assert "weight is float32 [4, 3] on cpu" in error
+        assert saved
 
 
 def test_saved_on_4_ranks_and_loaded_on_4_3_and_1(ranks, saved_on_4):
