@@ -209,7 +209,6 @@ HABITS: dict[str, Callable[[Script], Any]] = {}
 CELLS: list[Case] = []
 LOOPS = ("ddp", "order", "zero1", "zero2", "zero3", "tp")  # the script has the loss
 SIMPLE = ("ddp", "order", "zero1", "zero2", "zero3")  # and the model is any
-STEPPED = ("ddp", "zero1", "zero2", "zero3")  # and there is a real optimizer
 
 
 def habit(ways: Sequence[str] = WAYS) -> Callable[..., Any]:
@@ -225,18 +224,6 @@ def habit(ways: Sequence[str] = WAYS) -> Callable[..., Any]:
 
 
 # ---- optimizers
-
-
-@habit()
-def adamw(s: Script) -> None:
-    s.start(AdamW, lr=0.03, eps=1e-2, weight_decay=0.1)
-    s.train()
-
-
-@habit()
-def sgd(s: Script) -> None:
-    s.start(SGD, lr=0.1, momentum=0.9, nesterov=True)
-    s.train()
 
 
 @habit(("ddp", "zero1", "zero2", "zero3", "tp", "pp"))
@@ -386,12 +373,6 @@ def head_outside_of_the_model(s: Script) -> dict[str, Tensor]:
 
 
 # ---- between backward and step
-
-
-@habit()
-def clips_norm(s: Script) -> None:
-    s.start()
-    s.train(lambda: clip_grad_norm_(s.parameters, 0.05))
 
 
 @habit()
@@ -552,11 +533,6 @@ def hook_before(s: Script) -> None:
 
 
 @habit()
-def hook_after(s: Script) -> None:
-    _hooked(s, "tensor", before=False)
-
-
-@habit()
 def hook_in_place_before(s: Script) -> None:
     _hooked(s, "in place", before=True)
 
@@ -593,18 +569,6 @@ def optimizer_in_backward(s: Script) -> None:
 
 
 # ---- backward
-
-
-@habit(LOOPS)
-def accumulates(s: Script) -> None:
-    """Add up two backward passes for each step."""
-    s.start()
-
-    def backward(step: int) -> None:
-        for part in range(2):
-            (s.loss(2 * step + part) / 2).backward()
-
-    s.train(backward=backward)
 
 
 @habit(("ddp", "zero1", "zero2", "zero3"))
@@ -766,11 +730,6 @@ def _scaled(s: Script, scaler: Any) -> dict[str, Tensor]:
 
 
 @habit(("ddp", "zero1", "zero2", "zero3", "tp"))
-def scaler_of_pytorch(s: Script) -> dict[str, Tensor]:
-    return _scaled(s, torch.amp.GradScaler("cpu", init_scale=8.0))
-
-
-@habit(("ddp", "zero1", "zero2", "zero3", "tp"))
 def scaler_of_ours(s: Script) -> dict[str, Tensor]:
     return _scaled(s, precision.GradScaler(init_scale=8.0))
 
@@ -901,11 +860,6 @@ def _clipped(s: Script, norm_type: float) -> None:
 @habit(("ddp", "zero1", "zero2", "zero3", "tp", "pp"))
 def clips_by_norm_1(s: Script) -> None:
     _clipped(s, 1.0)
-
-
-@habit(("ddp", "zero1", "zero2", "zero3", "tp", "pp"))
-def clips_by_norm_2(s: Script) -> None:
-    _clipped(s, 2.0)
 
 
 @habit(("ddp", "zero1", "zero2", "zero3", "tp", "pp"))

@@ -76,13 +76,9 @@ choose = partial(partial, layout_for)
 
 test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
     (choose(3, dp=2), "a mesh dp 2 needs 2 ranks, and the world size is 3"),
-    (choose(4, dp=2), "a mesh dp 2 needs 2 ranks"),
-    (choose(3, dp=2, tp=2), "a mesh dp 2 x tp 2 needs 4"),
-    (choose(1, tp=2), "the number of ranks is 1; it must be a multiple of 2"),
     (choose(3, tp=2, zero=2), "is 3; it must be a multiple of 2, for tp 2$"),
     (choose(6, tp=2, pp=2), "is 6; it must be a multiple of 4, for pp 2 x tp 2$"),
     (choose(4, local_steps=8, zero=1), "local_steps is 8 and zero is 1; ranks"),
-    (choose(4, local_steps=8, tp=2), "local_steps is 8 and tp is 2; ranks"),
     (choose(4, local_steps=8, tp=2, zero=1), "local_steps is 8 and tp is 2; ranks"),
     (
         choose(4, local_steps=8, compress="fp16"),
@@ -93,7 +89,6 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
         "local_steps is 8 and data_parallel is 'flat'; ranks",
     ),
     (choose(4, tp=0), "tp is 0; it must be a whole number, 1 or more"),
-    (choose(4, pp=2, dp=2.0), "dp is 2.0; it must be a whole number, 1 or more"),
     (choose(4, pp=4, microbatches=0), "microbatches is 0; it must be a whole"),
     (choose(4, pp=4, schedule="2f"), "schedule is '2f'; it can be one of"),
     (choose(4, precision=["bf16"]), r"precision is \['bf16'\]; it can be one of fp32"),
@@ -115,7 +110,6 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
     (choose(4, data_parallel="flat", zero=1), "ZeRO averages gradients itself"),
     (choose(4, zero=3, shard=3), "shard is 3 and dp is 4; shard must"),
     (choose(4, zero=1, shard=2), "shard is 2 and zero is 1; shard needs zero 3"),
-    (choose(4, zero=3, shard=0), "shard is 0; it must be a whole number, 1 or more"),
     (choose(4, sharp=2), "there is no option 'sharp'; the options are dp, "),
     (choose(4, strategy="zero2"), "strategy 'zero2' is --zero 2 now, train.zero=2"),
     (choose(4, strategy="tp"), "strategy 'tp' is --tp N now, train.tp=N., with the"),
@@ -131,9 +125,7 @@ def rows_of(rows, **asked):
 
 test_rows_are_shared_along_dp_and_among_microbatches = refused(
     (rows_of(3, tp=2), "3 rows cannot be shared equally by 2 replicas; make"),
-    (rows_of(7, pp=2), "7 rows cannot be shared equally by 2 replica"),
-    (rows_of(6, pp=2), "3 rows cannot be cut into 4 microbatches; ma"),
-    (rows_of(6, pp=2), "make the batch size 8 or more"),
+    (rows_of(6, pp=2), "3 rows .* into 4 microbatches; make the batch size 8 or mo"),
     (
         rows_of(0, pp=4, microbatches=1),
         "batch_size is 0; it must be a whole number",
