@@ -3,7 +3,8 @@
 A moment is a call or a return of a function, Python's or C's, on one rank while it is
 in `save`: collecting states, writing, flushing, renaming, removing what is old. If a
 thread saves, it is one of the thread's. With DDP_COURSE_ENDURANCE=1 there are 30 of
-them in every layout, 300 in a thread; else a few.
+them in every layout, 300 in a thread; else two, in a thread. (Ranks that are killed in
+the middle of a file are in test_checkpoint.py and zero/test_sharded_checkpoint.py.)
 """
 
 import io
@@ -46,7 +47,7 @@ LAYOUTS = {  # ranks, options
         {"zero": 1, "dp": 2, "tp": 2, "pp": 2, "microbatches": 2},
     ),
 }
-CHOSEN = LAYOUTS if ENDURANCE else ["zero1", "async"]
+CHOSEN = LAYOUTS if ENDURANCE else ["async"]
 KILLS = 30 if ENDURANCE else 2
 ASYNC_KILLS = 300 if ENDURANCE else 2
 
@@ -143,6 +144,7 @@ def test_a_run_whose_saves_were_killed_has_the_curve_of_one_that_was_not(
     record_property("kills", kills)
 
 
+@pytest.mark.skipif(not ENDURANCE, reason="test_sharded_checkpoint.py kills one save")
 def test_a_run_whose_sharded_saves_were_killed_has_the_weights_of_one_that_was_not(
     tmp_path, record_property
 ):

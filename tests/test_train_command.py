@@ -19,14 +19,9 @@ def typed(words: str, capfd) -> tuple[int, list[str], str]:
 
 
 def test_one_process_or_many_the_same_curve_goes_to_the_file(tmp_path, capfd):
-    """A few options: test_parallelize.py trains with the others."""
+    """Threads, and ranks; the next test has every axis."""
     curves = {}
-    for ranks, option, value in (
-        (1, "threads", 4),
-        (1, "zero", 0),
-        (2, "zero", 3),
-        (2, "pp", 2),
-    ):
+    for ranks, option, value in ((1, "threads", 4), (1, "zero", 0), (2, "zero", 3)):
         file = tmp_path / f"{option}{value}{ranks}.json"
         code, lines, err = typed(
             f"--ranks {ranks} --{option} {value} --steps 3 --json {file}", capfd
