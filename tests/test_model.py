@@ -271,13 +271,6 @@ def test_loss_is_the_mean_over_all_characters():
     assert build_gpt(SMALL)(idx)[1] is None
 
 
-def test_loss_of_the_batch_is_the_mean_of_equal_shards():
-    model, idx, targets = build_gpt(SMALL), tokens(6, 16), tokens(6, 16, seed=1)
-    whole = model(idx, targets)[1]
-    parts = [model(idx[i : i + 2], targets[i : i + 2])[1] for i in (0, 2, 4)]
-    torch.testing.assert_close(whole, torch.stack(parts).mean())
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_gets_a_gradient(tied):
     model = build_gpt(GPTConfig(block_size=16, n_layer=2, d_model=24, tied=tied))

@@ -53,14 +53,6 @@ def test_one_process_learns_and_repeats_itself():
     assert train(0, preset=SMALL).state is None
 
 
-def test_one_process_averages_nothing():
-    model = build_gpt(SMALL)
-    model(*load_corpus().batch(0, 4, 16))[1].backward()
-    before = {name: p.grad.clone() for name, p in model.named_parameters()}
-    average_gradients(model)
-    assert all(torch.equal(p.grad, before[n]) for n, p in model.named_parameters())
-
-
 # Many ranks. Each of these planted mistakes stands in for `average_gradients`.
 
 
@@ -214,15 +206,6 @@ def test_wrong_averages_are_caught(ranks, one):
     for name in (mistake.__name__ for mistake in MISTAKES):
         assert not same_gradients([by[name] for _, by, _ in ranks], one[1]), name
         assert not same_training([result[name] for result, _, _ in ranks], one[0]), name
-
-
-def test_adam_hides_a_missing_division_from_losses_and_replicas(ranks, one):
-    # Adam divides the gradient by its own size, so N times the gradient makes the same
-    # step, but for the smallest gradients. Only comparing with one process tells.
-    histories = [trained["forgets_the_division"] for trained, _, _ in ranks]
-    assert len({history.checksum for history in histories}) == 1
-    assert histories[0].losses == pytest.approx(one[0].losses, abs=LOSS_TOLERANCE)
-    assert largest_difference(histories[0].state, one[0].state) > PARAMETER_TOLERANCE
 
 
 def test_a_rank_that_reports_its_own_loss_is_caught(ranks, one):
