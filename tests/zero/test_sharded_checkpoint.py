@@ -63,17 +63,18 @@ def dies_in_its_second_save(folder: str, in_place: bool) -> None:
 def test_killed_while_saving_the_save_before_is_whole(tmp_path, in_place):
     args = str(tmp_path), in_place
     spawn(dies_in_its_second_save, *args, world_size=2, check=False, timeout=60)
-    found = spawn(loaded, str(tmp_path), world_size=2, output="none")
+    left_over = sorted(path.name[:9] for path in tmp_path.iterdir())
+    found = spawn(load_and_save, str(tmp_path), world_size=2, output="none")
     assert (found == [[1.0], [1.0]]) != in_place  # in place it is a mixture
     if not in_place:
-        left_over = sorted(path.name[:9] for path in tmp_path.iterdir())
         assert left_over == [WRITING[:9], "00000001"]
-        spawn(save_again, str(tmp_path), world_size=2, output="none")
         assert [path.name for path in tmp_path.iterdir()] == ["00000002"]
 
 
-def save_again(folder: str) -> None:
+def load_and_save(folder: str) -> list[float] | str:
+    found = loaded(folder)
     sharded_checkpoint.save(folder, sharded(3.0))
+    return found
 
 
 # ---- files that cannot be used -------------------------------------------------------
@@ -118,12 +119,13 @@ def save_each(folder: str) -> None:
     sharded_checkpoint.save(f"{folder}/other", sharded(2.0))
 
 
-def load_each(folder: str, compared: bool) -> dict:
+def load_each(folder: str) -> tuple[dict, list[float] | str]:
+    """Load each; then a damaged one, by the plant: nothing is compared."""
     os.chdir(folder)
-    if not compared:
-        saving.fingerprint = lambda value: "the same"
-        sharded_checkpoint.unseal = lambda sealed: sealed["value"]
-    return {name: loaded(f"{folder}/{name}") for name in SPOILT}
+    each = {name: loaded(f"{folder}/{name}") for name in SPOILT}
+    saving.fingerprint = lambda value: "the same"
+    sharded_checkpoint.unseal = lambda sealed: sealed["value"]
+    return each, loaded(f"{folder}/flipped")
 
 
 def test_files_that_cannot_be_used(tmp_path):
@@ -134,14 +136,14 @@ def test_files_that_cannot_be_used(tmp_path):
             shutil.copy(tmp_path / "other/00000001/rank-1.pt", path)
         else:
             spoil(path)
-    ranks = spawn(load_each, str(tmp_path), True, world_size=2, output="none")
-    assert ranks[0] == ranks[1]
+    ranks = spawn(load_each, str(tmp_path), world_size=2, output="none")
+    (found, planted), (found_by_rank_1, _) = ranks
+    assert found == found_by_rank_1
     for name, (_, words) in SPOILT.items():
-        assert words in ranks[0][name], (name, ranks[0][name])
+        assert words in found[name], (name, found[name])
     assert not (tmp_path / "evil").joinpath("evil").exists()
     assert not (tmp_path / "evil/evil").exists()
-    planted = spawn(load_each, str(tmp_path), False, world_size=2, output="none")
-    assert len(planted[0]["flipped"]) == 2  # 1.0, and something else: nobody noticed
+    assert len(planted) == 2  # 1.0, and something else: nobody noticed
 
 
 def full_disk(folder: str) -> str:
