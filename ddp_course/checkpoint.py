@@ -30,6 +30,7 @@ from ddp_course.mechanisms.saving import (
 from ddp_course.mechanisms.states import HasState, on_cpu
 
 FORMAT = 2
+KEPT = 2  # how many of the newest checkpoints stay
 
 
 class Checkpoints:
@@ -53,7 +54,6 @@ class Checkpoints:
         optimizer: the optimizer, or an object that returns its full state on rank 0.
         settings: plain values, by name, that a run must share with the checkpoint that
             it resumes from.
-        keep: how many of the newest checkpoints are kept.
         more: other objects with a state, by name: the loss scaler, compressors.
         background: let a thread of rank 0 write a copy of the state while training goes
             on. An error is then raised by the next save that is due.
@@ -68,19 +68,17 @@ class Checkpoints:
         model: HasState,
         optimizer: HasState,
         settings: Mapping[str, Any],
-        keep: int = 2,
         more: Mapping[str, HasState] | None = None,
         background: bool = False,
     ) -> None:
-        for name, value in (("every", every), ("keep", keep)):
-            if not isinstance(value, int) or value < 1:
-                must = "it must be a whole number, 1 or more"
-                raise ValueError(f"{name} is {value!r}; {must}")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"every is {every!r}; it must be a whole number, 1 or more"
+            )
         if not isinstance(folder, str | os.PathLike | None):
             raise ValueError(f"the folder is {folder!r}; it must be a path or None")
         self.folder = None if folder is None else Path(folder).absolute()
-        self.every, self.keep = every, keep
-        self.model, self.optimizer = model, optimizer
+        self.every, self.model, self.optimizer = every, model, optimizer
         self.more = dict(more or {})
         self.settings = dict(settings)
         self.known: set[int] = set()  # steps found at the start, or saved by this run
@@ -158,7 +156,7 @@ class Checkpoints:
             path = self._path(len(losses))
             write_whole({"format": FORMAT, "state": seal(state)}, path)
             self.known.add(len(losses))
-            for old in self._found()[: -self.keep]:
+            for old in self._found()[:-KEPT]:
                 old.unlink(missing_ok=True)
         except (OSError, RuntimeError) as error:  # torch.save on a full disk raises it
             raise CheckpointError(f"cannot write a checkpoint: {error}") from None

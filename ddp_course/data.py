@@ -58,13 +58,11 @@ def decode(tokens: Tensor) -> str:
 class Corpus:
     """A text as tokens; its last part is kept for validation.
 
-    `tokens` is (number of characters,) uint8, the smallest type that holds a token;
-    `files` are the names of the files that the text was read from.
+    `tokens` is (number of characters,) uint8, the smallest type that holds a token.
     """
 
     tokens: Tensor = field(repr=False)
     train_size: int
-    files: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def text(self) -> str:
@@ -148,19 +146,18 @@ def load_corpus(folder: str | Path | None = None) -> Corpus:
     fewer than MIN_CHARS characters are found.
     """
     where = Path(sysconfig.get_path("stdlib") if folder is None else folder)
-    pieces, files, size = [], [], 0
+    pieces, size = [], 0
     for path in sorted(where.glob("*.py")):
         if path.name.startswith("_sysconfigdata"):  # generated when Python was built
             continue
         pieces.append(path.read_text(encoding="utf-8", errors="replace"))
-        files.append(path.name)
         size += len(pieces[-1])
         if size >= MAX_CHARS:
             break
     if size < MIN_CHARS:
-        raise CorpusError(_what_to_do(where, len(files), size))
+        raise CorpusError(_what_to_do(where, len(pieces), size))
     tokens = encode("".join(pieces)[:MAX_CHARS]).to(torch.uint8)
-    return Corpus(tokens, round(0.9 * len(tokens)), tuple(files))
+    return Corpus(tokens, round(0.9 * len(tokens)))
 
 
 def _what_to_do(where: Path, files: int, size: int) -> str:
