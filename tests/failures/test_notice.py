@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ddp_course.cli import main
 from ddp_course.failures.notice import Notice
 from ddp_course.launch import RankError, spawn
 from ddp_course.model import GPTConfig
@@ -65,18 +66,23 @@ def test_another_thread_notes_nothing():
     assert errors == []
 
 
+def with_signal(at: int) -> Callable:
+    """Return a backward pass before which, in step `at`, this process gets SIGTERM."""
+    backward, steps = torch.Tensor.backward, []
+
+    def in_step(self, *args, **options):
+        steps.append(1)
+        if len(steps) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return backward(self, *args, **options)
+
+    return in_step
+
+
 def preempted(folder, victim: int, at: int, after=None, **layout) -> History:
     """Train; rank `victim` gets SIGTERM in step `at`, before its backward pass."""
-    draw = torch.Tensor.backward
-    steps = []
-
-    def with_signal(self, *args, **options):
-        steps.append(1)
-        if len(steps) == at and dist.get_rank() == victim:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return draw(self, *args, **options)
-
-    torch.Tensor.backward = with_signal
+    if dist.get_rank() == victim:
+        torch.Tensor.backward = with_signal(at)
     if after is not None:
         after()
     return train(STEPS, **CURVE, **layout, checkpoint=folder, every=100)
@@ -165,31 +171,34 @@ def stopped(run: subprocess.Popen) -> tuple[str, str]:
     return run.communicate(timeout=100)
 
 
-def command(folder: Path, ranks: int | None, steps: int, *more: str) -> list[str]:
-    words = ["ddp_course", "train", f"--steps={steps}", f"--checkpoint={folder}", *more]
-    return words if ranks is None else [*words, f"--ranks={ranks}"]
+def test_a_command_in_one_process_says_so_and_goes_on(tmp_path, monkeypatch, capsys):
+    folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
+    words = ["train", "--ranks=1", "--steps=4", f"--checkpoint={folder}", "--every=9"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", with_signal(2))
+        assert main(words) == 143
+    out, err = capsys.readouterr()
+    assert f"stopped by SIGTERM after step 2 of 4, saved in {folder}" in out
+    assert out.strip().endswith("the same command goes on from there") and not err
+    assert main([*words, f"--json={file}"]) == 0
+    record = json.loads(file.read_text())
+    assert (record["resumed_at"], len(record["losses"])) == (2, 4)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launcher", ["one process", "spawn", "torchrun"])
-def test_a_stopped_command_says_so_and_the_same_command_goes_on(launcher, tmp_path):
-    folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
-    ranks = {"one process": 1, "spawn": 2, "torchrun": None}[launcher]
-    words = command(folder, ranks, 40, "--every=40")
-    if launcher == "torchrun":
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_a_stopped_command_on_ranks_says_so(launcher, tmp_path):
+    words = ["ddp_course", "train", "--steps=40", "--every=40"]
+    words.append(f"--checkpoint={tmp_path}")
+    if launcher == "spawn":
+        words.append("--ranks=2")
+    else:
         words = ["torch.distributed.run", "--nproc-per-node=2", "-m", *words]
     with started(*words) as run:
         out, err = stopped(run)
-    done = int(next(folder.glob("step-*.pt")).stem[5:])
-    assert f"stopped by SIGTERM after step {done} of 40, saved in {folder}" in out
-    assert out.strip().endswith("the same command goes on from there")
+    done = int(next(tmp_path.glob("step-*.pt")).stem[5:])
+    assert f"stopped by SIGTERM after step {done} of 40, saved in {tmp_path}" in out
     if launcher == "torchrun":  # its agent has an exit code of its own
         assert run.returncode != 0
     else:
         assert (run.returncode, err) == (143, "")
-    if launcher == "spawn":  # a test above compares all numbers
-        again = command(folder, ranks, done + 2, f"--json={file}")
-        with started(*again) as run:
-            assert run.communicate(timeout=100)[1] == ""
-        record = json.loads(file.read_text())
-        assert (record["resumed_at"], len(record["losses"])) == (done, done + 2)
