@@ -50,18 +50,12 @@ class MeanOverRanks:
 
     Args:
         group: the ranks to average over; None means all.
-        device: where the sums are stored; None means the rank's own device.
 
     Chapter 05.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        self.group = group
-        self.device = torch.device(device or device_of_rank())
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group, self.device = group, device_of_rank()
         self.reset()
 
     def reset(self) -> None:

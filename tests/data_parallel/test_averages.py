@@ -124,7 +124,7 @@ def test_what_is_computed_over_all_ranks(world_size):
 
 
 def test_equal_batches_hide_the_mistake():
-    meter = MeanOverRanks(device="cpu")
+    meter = MeanOverRanks()
     for k in range(4):
         meter.update(k, 3)
     assert meter.compute().mean == meter.compute().mean_of_means == 1.5
@@ -134,7 +134,7 @@ def test_equal_batches_hide_the_mistake():
 
 
 def test_what_update_refuses_and_what_it_does_not_look_at():
-    meter = MeanOverRanks(device="cpu")
+    meter = MeanOverRanks()
     meter.update(NAN, 0)  # the mean of nothing
     with pytest.raises(ValueError, match="no rank has a sample"):
         meter.compute()
