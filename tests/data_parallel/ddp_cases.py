@@ -63,18 +63,10 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, torch.randn(ROWS, 5, generator=generator)
 
 
-OPTIMIZERS: dict[str, Callable] = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
-}
-
-
 def train(
     wrap: Callable[[nn.Module], nn.Module] | None,
-    optimizer: str = "sgd",
     steps: int = 3,
     micro: int = 1,
-    seed: int | None = None,
     in_step: bool = False,
 ) -> Trained:
     """Train `Small` on this rank's rows, which it takes in `micro` microbatches.
@@ -84,9 +76,9 @@ def train(
     """
     alone = wrap is None
     rank, n = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-    model = Small(rank if seed is None else seed)
+    model = Small(rank)
     ddp = model if alone else wrap(model)
-    opt = OPTIMIZERS[optimizer](model.parameters())
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run = Trained()
     for step in range(steps):
         x, y = (t[rank * ROWS // n : (rank + 1) * ROWS // n] for t in batch(step))
