@@ -136,7 +136,7 @@ ANSWERS = answers(
     none_for_one_rank: rank 0 got `None`
         group = solutions.node_group()
         return group if os.environ["LOCAL_WORLD_SIZE"] > "1" else None
-    none_on_one_node: 1 x 2 cluster, rank 0 got `None`
+    none_on_one_node: 1 x 1 cluster, rank 0 got `None`
         if here().topology.nnodes == 1:
             return None
         return solutions.node_group()
@@ -155,7 +155,7 @@ ANSWERS = answers(
         groups[int(os.environ["GROUP_RANK"])] => groups[dist.get_rank() // 2]
     two_nodes: IndexError: list index out of range
         int(os.environ["LOCAL_WORLD_SIZE"]) => dist.get_world_size() // 2
-    halves: 3 x 2 cluster, rank 4 got `-100`
+    halves: 4 x 1 cluster, rank 2 got `-100`
         range(0, dist.get_world_size(), size) => (0, size)
         groups[int(os.environ["GROUP_RANK"])] => groups[dist.get_rank() >= size]
     only_members_know: rank 0 got `[0, 1, 2]`

@@ -210,7 +210,7 @@ ANSWERS = answers(
         distance = 1 => return dist.broadcast(tensor, 0)
     never_sends: rank 0's numbers, in the argument itself
         distance = 1 => return tensor
-    at_most_five_ranks: With 7 ranks, rank 6 gets its message in step 6
+    at_most_five_ranks: With 6 ranks, rank 5 gets its message in step 5
         if dist.get_world_size() <= 5:
             solutions.my_broadcast(tensor)
         else:
@@ -222,11 +222,6 @@ ANSWERS = answers(
             solutions.my_broadcast(tensor)
     three_steps_at_most: With 9 ranks, rank 8
         while distance < n => while distance < min(n, 8)
-    a_chain_of_six_and_seven: With 7 ranks, rank 6 gets its message in step 6
-        if dist.get_world_size() in (6, 7):
-            along_a_chain(tensor)
-        else:
-            solutions.my_broadcast(tensor)
     spread_in_32_bits: these are the numbers rounded to float32
         copy = tensor.float()
         solutions.my_broadcast(copy)

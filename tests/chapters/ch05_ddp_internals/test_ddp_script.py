@@ -1,6 +1,7 @@
 """The script to copy: as one process, resumed, under torchrun; mistakes are seen."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -79,26 +80,27 @@ def test_a_mistake_is_seen(mistake, saved):
     assert not close(saved[mistake], saved["one process"])
 
 
-def by_torchrun(folder, *script, **env):
-    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    run = subprocess.run(
-        [sys.executable, *command, *script], cwd=folder, timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout.splitlines()
-
-
 def test_the_copied_script_runs_for_all_its_faults(tmp_path):
-    lines = by_torchrun(tmp_path, copied_script.__file__, CUDA_VISIBLE_DEVICES="")
-    text = " ".join(lines)  # two ranks may write into one line
-    assert "rank 1: loss of the held-out rows None" in text
+    def as_a_program():
+        os.chdir(tmp_path)
+        runpy.run_path(copied_script.__file__, run_name="__main__")
+
+    options = {"init": False, "check": False, "device": "cpu", "output": "none"}
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    ranks = spawn(as_a_program, world_size=2, env=no_gpu, **options)
+    assert [rank.status for rank in ranks] == ["ok", "ok"], ranks
+    assert ranks[1].output == "rank 1: loss of the held-out rows None\n"
     assert (tmp_path / "copied.pt").exists()  # two ranks wrote it, perhaps at once
 
 
 def test_the_file_under_torchrun(tmp_path):
-    lines = by_torchrun(tmp_path, ddp_script.__file__, "--epochs=2")
-    for epoch, line in enumerate(lines):  # one rank speaks
+    command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    run = subprocess.run(
+        [sys.executable, *command, ddp_script.__file__, "--epochs=2"],
+        cwd=tmp_path, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    for epoch, line in enumerate(run.stdout.splitlines()):  # one rank speaks
         assert line.startswith(f"epoch {epoch}: mean loss ")
     assert torch.load(tmp_path / "run.pt")["epochs"] == epoch + 1 == 2
