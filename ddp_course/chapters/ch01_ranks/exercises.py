@@ -164,8 +164,8 @@ def check_node_group(answer: Answer) -> str:
                 where = f"On a real {nnodes} x {size} cluster,"
                 judge(where, {"hint": hint} | facts, table)
     return (
-        "on real clusters of 1, 2 and 4 nodes every rank is in the group of its own node, "
-        "and an all_reduce there adds up that node's ranks"
+        "on real clusters of 1, 2 and 4 nodes every rank is in the group of its own "
+        "node, and an all_reduce there adds up that node's ranks"
     )
 
 

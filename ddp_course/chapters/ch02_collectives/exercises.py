@@ -182,13 +182,13 @@ def check_my_transpose(answer: Answer) -> str:
     hint = "Which block of your rows does rank j need, and how must it be turned?"
     same_on_ranks(
         *(answer, solutions.my_transpose, _rows),
-        worlds=(2, 3, 5, 1),
+        worlds=(2, 5, 1),
         cases=len(MATRICES),
         watch=["bytes"],
         hint=hint,
     )
     return (
-        "on 1, 2, 3 and 5 real ranks every row is right, and each sent each other rank "
+        "on 1, 2 and 5 real ranks every row is right, and each sent each other rank "
         "one block, by the operating system's count"
     )
 

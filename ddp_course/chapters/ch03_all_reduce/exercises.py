@@ -66,12 +66,11 @@ def check_ring_transfers(answer: Answer) -> str:
             f"{where} your ring has {plan.steps} steps; if all ranks send at the same "
             f"time, one chunk each, {2 * (n - 1)} are enough.",
         )
-    for n in (3, 4):
-        for rank, facts in enumerate(on_ranks(_run, _as_plan(answer, n), world_size=n)):
-            judge(f"On {n} real ranks, rank {rank}", facts, RAN)
+    for rank, facts in enumerate(on_ranks(_run, _as_plan(answer, 4), world_size=4)):
+        judge(f"On 4 real ranks, rank {rank}", facts, RAN)
     return (
         "1 to 6, 8, 11 and 40 ranks end with the numbers of every rank, once; each "
-        "sends 2 (N - 1) chunks to its right; 3 and 4 real ranks did the same"
+        "sends 2 (N - 1) chunks to its right; 4 real ranks did the same"
     )
 
 
@@ -137,14 +136,14 @@ def check_ring_reduce_scatter(answer: Answer) -> str:
     )
     same_on_ranks(
         *(answer, solutions.ring_reduce_scatter, _chunks),
-        worlds=(2, 3, 5, 1),
+        worlds=(2, 5, 1),
         cases=6,
         watch=["messages", "bytes"],
         hints=RING,
         hint=hint,
     )
     return (
-        "1, 2, 3 and 5 ranks, chunks of equal and different lengths, empty ones, four "
+        "1, 2 and 5 ranks, chunks of equal and different lengths, empty ones, four "
         "dtypes: right sums, unchanged inputs, and N - 1 messages, each a chunk to the "
         "right neighbour"
     )
@@ -175,10 +174,9 @@ def _chunks(d: Draw) -> tuple[list[Tensor]]:
 # nodes rank 1 has zeros.
 CLUSTERS = {
     (2, 2): ((61, 1002), torch.int64),
-    (2, 3): ((35, 1020), torch.float64),
     (3, 2): ((121, 1002), torch.float32),
     (1, 2): ((51, 1000), torch.int64),
-    (2, 1): ((51, 1000), torch.float32),
+    (2, 1): ((51, 1000), torch.float64),
 }
 HIERARCHY = {
     "right": "has only {parts:g} % of the sums: the first wrong number is "

@@ -107,7 +107,7 @@ SENDS = {
 
 # ---- make_replicas -----------------------------------------------------------------
 
-THIRD = {2: torch.float64, 3: torch.bfloat16, 4: torch.bool}  # by number of ranks
+THIRD = {2: torch.float64, 3: torch.bool}  # by number of ranks
 REPLICAS = {
     **WAITED,
     "right": "has {many} wrong: for example, {first} {how}. All ranks must get rank "
@@ -133,9 +133,9 @@ def check_make_replicas(answer: Answer) -> str:
     result from rank 0; split it by their lengths; and write each part, in its shape,
     into its tensor. Do it without recording gradients.
     """
-    judge_ranks(REPLICAS, _replicate, answer, worlds=(2, 4, 3))
+    judge_ranks(REPLICAS, _replicate, answer, worlds=(2, 3))
     return (
-        "2, 3 and 4 ranks have rank 0's parameters and buffers, bit for bit, in their "
+        "2 and 3 ranks have rank 0's parameters and buffers, bit for bit, in their "
         "old tensors; one broadcast for each type sent every number once"
     )
 
@@ -143,7 +143,7 @@ def check_make_replicas(answer: Answer) -> str:
 def _replicate(function: Callable) -> dict[str, Any]:
     """Call the reader's function on a model, then twice on another; judge the last."""
     rank, third = dist.get_rank(), THIRD[dist.get_world_size()]
-    function(Odd(rank + 9, third))
+    function(Odd(rank + 9, torch.bfloat16))
     model, wanted = Odd(rank + 7, third), _own(0, third).states()
     model.norm.eval()
     modes = _modes(model)
@@ -238,15 +238,15 @@ def check_average_gradients_flat(answer: Answer) -> str:
     each part into its `grad`.
     """
     hint = "Do all ranks contribute equally many numbers, in the same order?"
-    judge_ranks(MEANS, _average, answer, worlds=(2, 4, 3, 1), hint=hint)
+    judge_ranks(MEANS, _average, answer, worlds=(2, 3, 1), hint=hint)
     return (
-        "1 to 4 ranks have the means, with two dtypes; a parameter without a gradient "
+        "1 to 3 ranks have the means, with two dtypes; a parameter without a gradient "
         "counts as zero, and one all-reduce sent every gradient once"
     )
 
 
 # {number of ranks: parameter without a gradient on one rank}
-LACKING = {1: "scale", 2: "first.weight", 3: "tied.bias", 4: "second.weight"}
+LACKING = {1: "scale", 2: "first.weight", 3: "tied.bias"}
 
 
 def _model(n: int, only: bool = False) -> Odd:
@@ -358,9 +358,9 @@ def check_replicas_agree(answer: Answer) -> str:
     Each rank computes the checksum of its `state_dict()`. Gather the checksums of all
     ranks: the replicas agree if all checksums are equal.
     """
-    judge_ranks(AGREE, _agree, answer, worlds=(2, 4, 3, 1))
+    judge_ranks(AGREE, _agree, answer, worlds=(2, 4, 1))
     return (
-        "1, 2, 3 and 4 ranks returned the same right answer in all of "
+        "1, 2 and 4 ranks returned the same right answer in all of "
         f"{len(CASES)} cases, down to a single bit, and sent hardly any bytes"
     )
 

@@ -257,7 +257,7 @@ def check_agreed_step(answer: Answer) -> str:
     """
     same_on_ranks(
         *(answer, solutions.agreed_step, _shards),
-        worlds=(3, 2, 1),
+        worlds=(2, 3, 1),
         cases=19,
         watch=["collectives", "bytes", "storage"],
         free=["gradients"],

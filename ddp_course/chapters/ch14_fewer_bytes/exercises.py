@@ -231,7 +231,7 @@ def check_my_topk_mean(answer: Answer) -> str:
     """
     same_on_ranks(
         *(answer, solutions.my_topk_mean, _gradient),
-        worlds=(3, 2, 1),
+        worlds=(2, 3, 1),
         cases=len(GRADIENTS),
         watch=["bytes"],
         hints=TOPK | {"right": wrong_mean},

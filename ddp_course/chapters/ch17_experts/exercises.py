@@ -230,12 +230,12 @@ def check_my_two_averages(answer: Answer) -> str:
         _called_by(_in_group, answer),
         partial(_in_group, solutions.my_two_averages),
         _gradients,
-        worlds=(4, 3, 2),
+        worlds=(2, 4),
         watch=["collectives", "storage"],
         hints={"in_place": _about_average},
         hint="Ranks of one group call the same collectives in the same order.",
     )
-    return "24 lists on 2 to 4 real ranks; 1, 2 or all of them have the same experts"
+    return "16 lists on 2 and 4 real ranks; 1, 2 or all of them have the same experts"
 
 
 SHAPES = ((), (5,), (2, 3), (4, 1), (3, 2, 2), (11, 13))  # matrices are transposed

@@ -192,7 +192,7 @@ ANSWERS = answers(
                 sending.wait()
             passing_by = mine if arrived is None else arrived + mine
         return passing_by
-    passes_on_its_own_only: With 3 ranks
+    passes_on_its_own_only: With 5 ranks
         # Right for two ranks.
         rank, n = dist.get_rank(), dist.get_world_size()
         total = chunks[rank].clone()

@@ -252,7 +252,7 @@ ANSWERS = answers(
     gradients_set_to_none_first:
         ddp.zero_grad()
         solutions.accumulate(ddp, microbatches)
-    divides_by_the_ranks: 0.33 times as large). How much
+    divides_by_the_ranks: 0.50 times as large). How much
         for x, _ in microbatches => for x, _ in microbatches) * dist.get_world_size(
     as_if_all_were_like_the_first: How much does a microbatch of few rows count
         rows = sum(len(x) for x, _ in => rows = len(microbatches[0][0]) * len(

@@ -274,7 +274,7 @@ ANSWERS = answers(
     at_least_one_dimension: of a 0-d tensor
         n, flat => gradient_has = len(gradient)
         => n, flat
-    first_from_a_threshold: each rank's largest
+    first_from_a_threshold: Are these the largest by size
         mine = flat.abs().topk(k).indices
         => least = flat.abs().topk(k).values[-1]
         => mine = (flat.abs() >= least).nonzero().flatten()[:k]

@@ -254,7 +254,7 @@ ANSWERS = answers(
         => gradient = gradient / dist.get_world_size()
     the_first_ones: what they should be
         for gradient in gradients: => for gradient in gradients[:1]:
-    nothing_without_experts: in `dense` that are not what they should be
+    nothing_without_experts: left gradients in `dense`
         if not experts:
             return
         for gradients, group in ((dense, None), (experts, replicas)):
