@@ -1,9 +1,8 @@
 """Plots of measured data: both curves seen, units on the axes, clear errors."""
 
+import contextlib
 import io
-import os
-import subprocess
-import sys
+import threading
 from fractions import Fraction
 
 import matplotlib
@@ -17,7 +16,9 @@ from refusals import refused
 
 from ddp_course.lab import RANK_COLORS, curves, plot_losses, rank_color, style
 from ddp_course.lab.draw.per_rank import plot_bytes
+from ddp_course.lab.draw.plots import canvas
 from ddp_course.lab.draw.sizes import plot_fit, size_name
+from ddp_course.launch import spawn
 
 LOSSES = [4.5, 3.2, 2.9]
 
@@ -145,21 +146,18 @@ def test_bytes_are_bars_in_the_ranks_colours():
     assert ticks == ["0", "1", "2", "3"] * 2
 
 
-FIRST_FIGURE = """
-import threading
-Timer = threading.Timer
-threading.Timer = lambda seconds, call: Timer(0, call)  # as on a very slow machine
-from ddp_course.lab.draw.plots import canvas
-canvas()
-"""
-
-
 def test_the_first_figure_warns_of_no_fonts(tmp_path):
     """A warning in a cell's output made notebooks fail on a busy machine."""
-    environ = {**os.environ, "MPLCONFIGDIR": str(tmp_path)}
-    command = [sys.executable, "-c", FIRST_FIGURE]
-    run = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert (run.returncode, run.stderr) == (0, "")
+
+    def first_figure():  # in a process that has not imported matplotlib
+        timer = threading.Timer
+        threading.Timer = lambda seconds, call: timer(0, call)  # as on a slow machine
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            canvas()
+        return said.getvalue()
+
+    environ = {"MPLCONFIGDIR": str(tmp_path)}
+    assert spawn(first_figure, world_size=1, env=environ, output="none") == [""]
     assert [*tmp_path.glob("fontlist*")]  # the fonts were searched
 
 

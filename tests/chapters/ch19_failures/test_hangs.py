@@ -1,17 +1,23 @@
 """Four planted hangs: the tools name the rank that was planted, wherever it is."""
 
-import subprocess
+import contextlib
+import functools
+import importlib
+import io
 import sys
 
 import pytest
 
 from ddp_course.chapters.ch19_failures.hangs import HANGS, examine_all
 from ddp_course.chapters.ch19_failures.solutions import my_diagnosis
+from ddp_course.launch import spawn
+
+examined = functools.cache(examine_all)
 
 
 @pytest.mark.parametrize("odd", [0, 3])
 def test_each_hang_is_found_on_the_rank_on_which_it_was_planted(odd):
-    found = examine_all(odd)
+    found = examined(odd)
     assert [*found] == [hang.__name__ for hang in HANGS]
     for name, each in found.items():
         assert my_diagnosis(each.calls, each.where) == (name, odd)
@@ -24,20 +30,25 @@ def test_each_hang_is_found_on_the_rank_on_which_it_was_planted(odd):
 
 
 def test_the_report_shows_the_line_of_each_rank():
-    found = examine_all(1)
+    found = examined(3)
     lines = [
         (report.where or "").partition(": ")[2] for report in found["stuck"].reports
     ]
-    assert lines[1] == "batch = batches.get()"
-    assert {*lines[:1], *lines[2:]} == {"dist.all_reduce(batch)"}
-    assert found["left"].reports[1].status == "ok"
+    assert lines[3] == "batch = batches.get()"
+    assert {*lines[:3]} == {"dist.all_reduce(batch)"}
+    assert found["left"].reports[3].status == "ok"
 
 
 def test_the_import_prints_nothing_without_tabulate():
     """PyTorch's module says that it is missing: in a cell, where that is an output."""
-    code = (
-        "sys.modules['tabulate'] = None; import ddp_course.chapters.ch19_failures.hangs"
-    )
-    command = [sys.executable, "-c", f"import sys; {code}"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+    def imports():  # in a process that has not imported it
+        name = "ddp_course.chapters.ch19_failures.hangs"
+        assert name not in sys.modules
+        sys.modules["tabulate"] = None
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            importlib.import_module(name)
+        return said.getvalue()
+
+    assert spawn(imports, world_size=1, output="none") == [""]
