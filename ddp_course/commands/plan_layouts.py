@@ -221,12 +221,13 @@ def best(
     first = found.best[0]
     seconds = {k: v for k, v in first.parts.items() if v >= 0.005 * first.seconds}
     kinds = {k: v for k, v in first.ledger.items() if v}
+    sent = {k: v for k, v in first.sent.items() if v}
     lines = [
         f"The fastest: {first.candidate}.",
         f"  a step's seconds: {_listed(seconds, 1, '.3g')}",
         f"  GB on a GPU: {_listed(kinds, GB, '.1f')}; "
         f"{found.limit / GB:.1f} can be filled",
-        f"  GB sent by a GPU in a step: {_listed(_sent(first), GB, '.3g')}",
+        f"  GB sent by a GPU in a step: {_listed(sent, GB, '.3g')}",
     ]
     if args.tokens:
         lines += training(args, workload, cluster, first.seconds)
@@ -342,10 +343,6 @@ def as_json(each: Prediction, workload: Workload, cluster: Cluster) -> dict[str,
 
 def _only_dp(each: Prediction) -> bool:
     return each.candidate.dp == each.candidate.ranks
-
-
-def _sent(each: Prediction) -> dict[str, float]:
-    return {name: nbytes for name, nbytes in each.sent.items() if nbytes}
 
 
 def _listed(numbers: dict[str, float], unit: float, form: str) -> str:

@@ -68,7 +68,9 @@ def write_report(place: Path, text: str) -> Path:
     missing folder is not created, because other learners could not write to it.
     """
     named = place.suffix == ".json" and not place.is_dir()
-    file = place.absolute() if named else place.absolute() / _random_name()
+    file = place.absolute()
+    if not named:
+        file /= f"{secrets.token_hex(8)}.json"
     if file.parent.exists() and not file.parent.is_dir():
         raise CommandError(f"{file.parent} is a file; name a folder for reports")
     if not file.parent.exists():
@@ -90,10 +92,6 @@ def write_report(place: Path, text: str) -> Path:
             file.unlink()
         raise CommandError(f"cannot write {file}: {error.strerror}") from None
     return file
-
-
-def _random_name() -> str:
-    return f"{secrets.token_hex(8)}.json"
 
 
 def collected(folder: Path) -> list[str]:
