@@ -483,8 +483,7 @@ def test_spawn_where_there_is_no_fork_server_and_no_memory_file(
     monkeypatch.setattr(parent, "scratch_files", in_folder)
     monkeypatch.setattr(server, "METHOD", "spawn")
     offset = 5
-    rank_reports = spawn(lambda: sum_of_ranks() + offset, world_size=2)
-    assert rank_reports == [6.0, 6.0]
+    assert spawn(lambda: sum_of_ranks() + offset, world_size=1) == [5.0]
 
 
 def test_a_script_is_not_run_again_nor_what_lies_in_the_current_folder(tmp_path):
