@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from ddp_course import launch
 from ddp_course.launch import (
-    CannotSendError,
-    LaunchArgumentError,
     LaunchError,
     RankError,
     RankInterrupted,
@@ -235,13 +233,6 @@ def test_an_error_is_its_headline_and_survives_pickling(make, kinds, others):
         assert back.args == error.args == (error.headline,)
         assert (back.rank, back.reports) == (error.rank, error.reports)
         assert back.story == error.story
-
-
-@pytest.mark.parametrize("kind", [LaunchArgumentError, CannotSendError])
-def test_the_other_errors_survive_pickling(kind):
-    back = pickle.loads(pickle.dumps(kind("x is 3; it can be 4")))
-    assert type(back) is kind
-    assert str(back) == "x is 3; it can be 4"
 
 
 def test_the_story_is_the_causes_traceback_and_one_line_for_each_rank():

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ddp_course.launch import scratch
-from ddp_course.launch.scratch import OpenFile, scratch_files
+from ddp_course.launch.scratch import scratch_files
 
 WAYS = [
     pytest.param(
@@ -87,25 +86,6 @@ def test_if_the_second_file_cannot_be_made_the_first_is_closed(monkeypatch):
     with pytest.raises(OSError, match="Too many"):
         with scratch_files("call", "store", in_memory=True):
             pytest.fail("not reached")
-
-
-def test_a_file_in_memory_travels_as_an_open_file(monkeypatch):
-    """As multiprocessing does it: a number is given away, another one arrives."""
-
-    class Handed:
-        def __init__(self, fd):
-            self.fd = fd
-
-        def detach(self):
-            return os.dup(self.fd)
-
-    monkeypatch.setattr(scratch.reduction, "DupFd", Handed)
-    with tempfile.TemporaryFile() as file:
-        make, args = OpenFile(file.fileno()).__reduce__()
-        arrived = make(*args)
-        assert arrived.fd != file.fileno()
-        assert os.fstat(arrived.fd).st_ino == os.fstat(file.fileno()).st_ino
-        os.close(arrived.fd)
 
 
 def test_leaving_something_would_be_seen(tmp_path):
