@@ -3,7 +3,7 @@
 Read the modules in this order:
 
     meter       bytes sent, by rank and peer, as the course's collectives count them
-    events      timelines: events, their overlap, traces for Perfetto
+    events      timelines: events, and the time in which they overlap
     blocks      the meters and logs that are open now
     pytorch     the collectives that PyTorch calls, and their sizes
     system      the bytes that this process writes, as the operating system counts them
@@ -14,14 +14,7 @@ Read the modules in this order:
 
 from ddp_course.ledger import KINDS, Ledger
 from ddp_course.measure.blocks import active_logs, active_meters
-from ddp_course.measure.events import (
-    Event,
-    EventLog,
-    busy,
-    chrome_trace,
-    overlap,
-    save_trace,
-)
+from ddp_course.measure.events import Event, EventLog, busy, overlap
 from ddp_course.measure.memory import resident
 from ddp_course.measure.memory_log import MemoryLog, Moment
 from ddp_course.measure.meter import ByteMeter, Bytes, table

@@ -5,19 +5,17 @@
             loss.backward()
     return log.events
 
-Ranks record and return events; figures, Perfetto and tests read them. All times are
-seconds of `time.perf_counter()`, which on Linux is CLOCK_MONOTONIC: it counts from the
-machine's start and is the same clock in all processes of one machine, so the events of
-its ranks share one timeline. Explained in chapters 02 and 05.
+Ranks record and return events; figures and tests read them. All times are seconds of
+`time.perf_counter()`, which on Linux is CLOCK_MONOTONIC: it counts from the machine's
+start and is the same clock in all processes of one machine, so the events of its ranks
+share one timeline. Explained in chapters 02 and 05.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -154,57 +152,3 @@ def _union(
         else:
             covered.append((start, end))
     return covered
-
-
-# ---- for Perfetto and chrome://tracing ---------------------------------------------
-
-
-def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
-    """Return the events in Chrome's trace-event format, as a dict ready for JSON.
-
-    The trace has a process for each rank and a thread for each of its lanes; times are
-    in microseconds from the earliest start. Events of a lane that run at the same time
-    get lines of their own ("communication", "communication 2"), since viewers can only
-    nest the events of a line. The format is Google's "Trace Event Format", which
-    ui.perfetto.dev reads.
-    """
-    events = sorted(events, key=lambda event: (event.rank, event.start, event.end))
-    first = min((event.start for event in events), default=0)
-    trace: list[dict[str, Any]] = []
-    lines: dict[int, dict[str, float]] = {}  # rank -> line -> the end of its last event
-
-    def name(kind: str, label: str, pid: int, tid: int = 0) -> None:
-        named = {"name": f"{kind}_name", "ph": "M", "pid": pid, "tid": tid}
-        trace.append(named | {"args": {"name": label}})
-
-    for event in events:
-        rank, line, number = event.rank, event.lane, 1
-        if rank not in lines:
-            name("process", f"rank {rank}", rank)
-        full = lines.setdefault(rank, {})
-        while full.get(line, event.start) > event.start:
-            number += 1
-            line = f"{event.lane} {number}"
-        if line not in full:
-            name("thread", line, rank, len(full))
-        full[line] = event.end
-        trace.append(
-            {
-                "name": event.op,
-                "cat": event.lane,
-                "ph": "X",
-                "pid": rank,
-                "tid": list(full).index(line),
-                "ts": (event.start - first) * 1e6,
-                "dur": event.seconds * 1e6,
-                "args": {"bytes": event.nbytes, **event.detail},
-            }
-        )
-    return {"traceEvents": trace, "displayTimeUnit": "ms"}
-
-
-def save_trace(events: Iterable[Event], path: str | Path) -> Path:
-    """Write `chrome_trace(events)` to a file and return its path."""
-    path = Path(path)
-    path.write_text(json.dumps(chrome_trace(events), default=str))
-    return path

@@ -1,8 +1,7 @@
-"""Events: the log, time that overlaps, the trace file, and one clock for all ranks."""
+"""Events: the log, time that overlaps, and one clock for all ranks."""
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import sys
@@ -22,9 +21,7 @@ from ddp_course.measure import (
     EventLog,
     active_logs,
     busy,
-    chrome_trace,
     overlap,
-    save_trace,
 )
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="CLOCK_MONOTONIC is Linux's")
@@ -121,70 +118,6 @@ def test_overlap_of_exact_times_is_exact():
     third = Fraction(1, 3)
     events = [Event(0, "a", 0 * third, third), Event(0, "b", third / 2, 1)]
     assert overlap(events, "a", "b") == Fraction(1, 6)
-
-
-# ---- the trace ---------------------------------------------------------------------
-
-EVENTS = [
-    Event(1, "recv", 100.0005, 100.002, 64, "communication", {"from": 0}),
-    Event(0, "compute", 100.0, 100.001),
-    Event(0, "send", 100.0005, 100.001, 64, "communication"),
-    Event(0, "send", 100.00075, 100.0015, 32, "communication"),
-    Event(0, "send", 100.001, 100.0015, 16, "communication"),
-]
-
-
-def spans(trace: dict) -> list[dict]:
-    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
-
-
-def test_a_trace_has_a_process_for_each_rank_and_a_thread_for_each_lane():
-    trace = chrome_trace(EVENTS)
-    names = {
-        (event["pid"], event["tid"], event["name"]): event["args"]["name"]
-        for event in trace["traceEvents"]
-        if event["ph"] == "M"
-    }
-    assert names == {
-        (0, 0, "process_name"): "rank 0",
-        (1, 0, "process_name"): "rank 1",
-        (0, 0, "thread_name"): "compute",
-        (0, 1, "thread_name"): "communication",
-        (0, 2, "thread_name"): "communication 2",
-        (1, 0, "thread_name"): "communication",
-    }
-    assert [
-        (e["pid"], e["tid"], e["name"], e["args"]["bytes"]) for e in spans(trace)
-    ] == [
-        (0, 0, "compute", 0),
-        (0, 1, "send", 64),
-        (0, 2, "send", 32),
-        (0, 1, "send", 16),
-        (1, 0, "recv", 64),
-    ]
-    received = spans(trace)[-1]
-    assert received["args"] == {"bytes": 64, "from": 0}
-    assert received["ts"] == pytest.approx(500)  # microseconds from the first start
-    assert received["dur"] == pytest.approx(1500)
-
-
-@given(any_events())
-def test_no_span_runs_over_another_of_its_thread_and_none_is_lost(events):
-    trace = spans(chrome_trace(events))
-    assert len(trace) == len(events)
-    last: dict = {}
-    for event in sorted(trace, key=lambda e: (e["ts"], e["dur"])):
-        line = event["pid"], event["tid"]
-        assert event["ts"] >= last.get(line, 0)
-        last[line] = event["ts"] + event["dur"]
-
-
-def test_a_trace_is_saved_as_json_whatever_the_details_are(tmp_path):
-    odd = Event(0, "x", 1, 2, detail={"dtype": torch.float32, "shape": (2, 3)})
-    path = save_trace([odd], tmp_path / "trace.json")
-    (event,) = spans(json.loads(path.read_text()))
-    assert event["args"] == {"bytes": 0, "dtype": "torch.float32", "shape": [2, 3]}
-    assert chrome_trace([])["traceEvents"] == []
 
 
 # ---- one clock for all ranks -------------------------------------------------------
