@@ -18,8 +18,8 @@ Three rungs, in this order:
 Without any process:
 
     player, checker, simulate
-                  run a program in virtual time; prove that a schedule is legal; compute
-                  what it costs
+                  pass the messages of a program; prove that a schedule is legal;
+                  simulate it in virtual time
 
 To measure a run:
 
@@ -41,7 +41,6 @@ from ddp_course.pipeline.clocks import SleepingLayer, bubble
 from ddp_course.pipeline.decoding import PipelinedDecoder, decoding_plan
 from ddp_course.pipeline.forms import PipelineError
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
-from ddp_course.pipeline.player import Costs, play
 from ddp_course.pipeline.program import Instruction, Program, TimedAction, add_messages
 from ddp_course.pipeline.recorded import PipelineRecorder
 from ddp_course.pipeline.runtime import Pipeline, Runtime
@@ -55,7 +54,7 @@ from ddp_course.pipeline.schedule import (
     one_f_one_b,
 )
 from ddp_course.pipeline.schedules import interleaved, parse, zero_bubble
-from ddp_course.pipeline.simulate import SimulatedSchedule, simulate_schedule
+from ddp_course.pipeline.simulate import Costs, SimulatedSchedule, simulate_schedule
 from ddp_course.pipeline.stage_plan import StagePlan, partition, stage_plan
 from ddp_course.pipeline.stages import spine
 from ddp_course.pipeline.virtual_time import VirtualTime

@@ -10,8 +10,8 @@ A schedule is legal if
    message is received;
 4. no rank stores more activations than its limit, if there is one.
 
-Counting decides 1 and 4. One simulated run (`player.play`) decides 2 and 3, as every
-run has the same outcome. Chapter 11.
+Counting decides 1 and 4. One run decides 2, and one with messages that block 3
+(`player.play`), as every run has the same outcome. Chapter 11.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from itertools import accumulate
 from numbers import Real
 
 from ddp_course.pipeline.player import play
-from ddp_course.pipeline.program import Program, add_messages
+from ddp_course.pipeline.program import Program, add_messages, run_in_time
 from ddp_course.pipeline.schedule import (
     Action,
     Schedule,
@@ -36,22 +36,19 @@ class Proof:
 
     Attributes:
         program: what each rank computes, sends and receives.
-        blocking: whether the proof assumes sends that block.
         order: all actions as (rank, action), each after all actions that it needs.
         peak_activations: the most that each rank stores, in microbatches.
     """
 
     program: Program
-    blocking: bool
     order: tuple[tuple[int, Action], ...]
     peak_activations: tuple[Fraction, ...]
 
     def __str__(self) -> str:
         schedule = self.program.schedule
         peaks = ", ".join(map(str, self.peak_activations))
-        sends = "blocking" if self.blocking else "buffered"
         return (
-            f"{schedule.name} is legal with {sends} sends; activations of {peaks} "
+            f"{schedule.name} is legal; activations of {peaks} "
             f"microbatches at most on ranks 0 to {schedule.num_ranks - 1}; one by one: "
             + " ".join(str(action) for _, action in self.order)
         )
@@ -60,7 +57,6 @@ class Proof:
 def check(
     schedule: Schedule,
     *,
-    blocking: bool = True,
     fused: bool = True,
     max_activations: Real | Sequence[Real] | None = None,
 ) -> Proof:
@@ -68,9 +64,6 @@ def check(
 
     Args:
         schedule: the schedule to check.
-        blocking: whether a send blocks until it is received, as in the strictest
-            backend. If False, no rank waits for a send, and a receive gets the message
-            that it asks for, so condition 3 always holds.
         fused: whether messages between two actions are posted together (`program`).
         max_activations: the most microbatches whose activations a rank may store; one
             limit for all, or one for each rank.
@@ -83,14 +76,12 @@ def check(
     Chapter 11.
     """
     check_complete(schedule)
+    order = tuple((event.rank, event.action) for event in run_in_time(schedule))
     steps = add_messages(schedule, fused=fused)
-    events = play(steps)
-    if blocking:
-        events = play(steps, blocking=True)
+    play(steps)
     for problem in _memory_problems(schedule, max_activations):
         raise ScheduleError(f"{schedule.name}: {problem}")
-    order = tuple((event.rank, event.action) for event in events)
-    return Proof(steps, blocking, order, peak_activations(schedule))
+    return Proof(steps, order, peak_activations(schedule))
 
 
 def activations(schedule: Schedule, rank: int) -> list[Fraction]:

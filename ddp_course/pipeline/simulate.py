@@ -17,11 +17,55 @@ from numbers import Rational, Real
 from operator import attrgetter
 
 from ddp_course.pipeline.checker import peak_activations
-from ddp_course.pipeline.player import Costs, play
-from ddp_course.pipeline.program import TimedAction, add_messages
-from ddp_course.pipeline.schedule import Schedule
+from ddp_course.pipeline.program import TimedAction, run_in_time
+from ddp_course.pipeline.schedule import Action, Schedule
+from ddp_course.theory.checks import check_not_negative
 
 COLUMNS = 200  # the most columns of a printed chart
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The durations of actions and messages, in any unit. Fractions stay exact.
+
+    Attributes:
+        F: time of forward for one microbatch in one stage; or a sequence, one time for
+            each stage.
+        I: time of the gradient of the input, in the same form.
+        W: time of the gradients of the weights, in the same form. B takes I + W.
+        send: time of a message between ranks; messages do not slow each other down.
+
+    Raises ValueError for a negative or infinite number, and if no action takes time.
+    """
+
+    F: Real | Sequence[Real] = 1
+    I: Real | Sequence[Real] = 1  # noqa: E741
+    W: Real | Sequence[Real] = 1
+    send: Real = 0
+
+    def __post_init__(self) -> None:
+        check_not_negative("send", self.send)
+        total = 0
+        for op in "FIW":
+            cost = getattr(self, op)
+            for number in cost if isinstance(cost, Sequence) else [cost]:
+                check_not_negative(op, number)
+                total += number
+        if not total:
+            raise ValueError("F, I and W are all 0; at least one must be above 0")
+
+    def of(self, action: Action) -> Real:
+        """Return the duration of `action`; raise ValueError for an unknown stage."""
+        total = 0
+        for op in "IW" if action.op == "B" else action.op:
+            cost, stage = getattr(self, op), action.stage
+            if isinstance(cost, Sequence):
+                if stage >= len(cost):
+                    had = f"{op} has {len(cost)} costs, and there is a stage {stage}"
+                    raise ValueError(f"{had}; it must have one for each stage")
+                cost = cost[stage]
+            total += cost
+        return total
 
 
 @dataclass(frozen=True)
@@ -70,17 +114,18 @@ class SimulatedSchedule:
 
 
 def simulate_schedule(
-    schedule: Schedule, costs: Costs | None = None, *, blocking: bool = False
+    schedule: Schedule, costs: Costs | None = None
 ) -> SimulatedSchedule:
     """Return when each action runs, with the durations that `costs` defines.
 
     Without `costs`, F, I and W take 1 each, B takes 2 and messages no time: then the
-    formulas for bubbles in `pipeline.schedules` are exact. With `blocking`, a sender
-    also waits until its message is received (see `pipeline.program`). Raises
+    formulas for bubbles in `pipeline.schedules` are exact. Messages are sent as soon as
+    their action ends, and only the action that needs a message waits for it. Raises
     ScheduleError for a schedule in which ranks wait for ever, ValueError for costs that
     do not fit. Chapters 10 and 11.
     """
-    events = play(add_messages(schedule), costs, blocking=blocking)
+    costs = costs or Costs()
+    events = run_in_time(schedule, costs.of, costs.send)
     events = sorted(events, key=attrgetter("start", "end", "rank"))
     return SimulatedSchedule(schedule, tuple(events), peak_activations(schedule))
 

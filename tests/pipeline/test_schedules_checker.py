@@ -19,11 +19,9 @@ from ddp_course.pipeline import (
     add_messages,
     check,
     gpipe,
-    interleaved,
     naive,
     one_f_one_b,
     parse,
-    simulate_schedule,
     zero_bubble,
 )
 from ddp_course.pipeline.player import play
@@ -80,14 +78,13 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_first_thing_that_is_wrong_is_named(name, blocking):
+def test_the_first_thing_that_is_wrong_is_named(name):
     rows, message = PLANTED[name]
     planted = parse("planted", rows)
     assert not can_be_run(planted)
     with pytest.raises(ScheduleError) as caught:
-        check(planted, blocking=blocking)
+        check(planted)
     assert str(caught.value).startswith("planted: ")
     assert message in str(caught.value)
 
@@ -159,14 +156,13 @@ def mutated(draw) -> Schedule:
 @given(schedule=mutated(), seed=st.integers(0, 1000))
 def test_mutated_schedules_are_judged_as_if_they_were_run(schedule, seed):
     legal = can_be_run(schedule, seed)
-    for blocking in (True, False):
-        try:
-            proof = check(schedule, blocking=blocking)
-        except ScheduleError as error:
-            assert not legal, f"{error}\n{schedule}"
-        else:
-            assert legal, schedule
-            check_witness(proof)
+    try:
+        proof = check(schedule)
+    except ScheduleError as error:
+        assert not legal, f"{error}\n{schedule}"
+    else:
+        assert legal, schedule
+        check_witness(proof)
 
 
 def check_witness(proof) -> None:
@@ -244,7 +240,6 @@ def test_one_message_at_a_time_is_not_enough_for_1f1b(name):
     for p, m in [(2, 2), (2, 5), (3, 4), (4, 8)]:
         schedule = SCHEDULES[name](p, m)
         assert meets(add_messages(schedule, fused=False)) == ALONE.get(name, False)
-        check(schedule, blocking=False, fused=False)
         if name in ALONE:
             check(schedule, fused=False)
             continue
@@ -258,18 +253,6 @@ def test_one_message_at_a_time_is_not_enough_for_1f1b(name):
         "1f1b: ranks wait for each other: "
         "rank 0 sends 0F1 to rank 1; rank 1 sends 1B0 to rank 0"
     )
-
-
-def test_blocking_costs_no_time_but_between_two_interleaved_ranks():
-    """There each waits for the other, who is still at a longer backward."""
-    for name in theory.PIPELINES:
-        for p, m in [(1, 3), (2, 1), (2, 8), (3, 7), (4, 4), (4, 8), (6, 8)]:
-            schedule = SCHEDULES[name](p, m)
-            blocking = simulate_schedule(schedule, blocking=True).makespan
-            if name == "interleaved" and p == 2 and m > 2:
-                assert blocking > simulate_schedule(schedule).makespan
-            else:
-                assert blocking == simulate_schedule(schedule).makespan, (name, p, m)
 
 
 @st.composite
@@ -297,7 +280,7 @@ def mutated_program(draw) -> Program:
 @given(steps=mutated_program(), seed=st.integers(0, 1000))
 def test_mutated_programs_are_judged_as_if_they_were_run(steps, seed):
     try:
-        play(steps, blocking=True)
+        play(steps)
     except ScheduleError as error:
         assert not meets(steps, seed), f"{error}\n{steps}"
     else:
@@ -338,12 +321,11 @@ def hand_made(*rows: str) -> Program:
 def test_programs_made_by_hand(rows, message):
     assert not meets(hand_made(*rows))
     with pytest.raises(ScheduleError, match=message):
-        play(hand_made(*rows), blocking=True)
+        play(hand_made(*rows))
 
 
 def test_a_proof_as_it_is_printed():
     assert str(check(naive(2, 1))) == (
-        "naive is legal with blocking sends; activations of 1, 1 microbatches at most "
-        "on ranks 0 to 1; one by one: 0F0 1F0 1B0 0B0"
+        "naive is legal; activations of 1, 1 microbatches at most on ranks 0 to 1; one "
+        "by one: 0F0 1F0 1B0 0B0"
     )
-    assert check(interleaved(2, 2), blocking=False).blocking is False

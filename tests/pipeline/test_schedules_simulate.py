@@ -24,13 +24,12 @@ from ddp_course.pipeline import (
 # ---- what happens when --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocking", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_rank_does_one_thing_at_a_time_and_nothing_too_early(name, blocking):
+def test_a_rank_does_one_thing_at_a_time_and_nothing_too_early(name):
     costs = Costs(F=2, I=[3, 1, 2, 4, 1, 2], W=1, send=Fraction(1, 2))
     for p, m in [(1, 3), (2, 3), (3, 5)]:
         schedule = SCHEDULES[name](p, m)
-        found = simulate_schedule(schedule, costs, blocking=blocking)
+        found = simulate_schedule(schedule, costs)
         ends, starts = {}, [event.start for event in found.events]
         assert starts == sorted(starts)
         for event in found.events:
@@ -46,23 +45,19 @@ def test_a_rank_does_one_thing_at_a_time_and_nothing_too_early(name, blocking):
             assert found.busy[rank] == sum(map(costs.of, row))
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_messages_take_their_time(blocking):
+def test_messages_take_their_time():
     """Naive: all p-1 hops, there and back, for every microbatch."""
-    found = simulate_schedule(naive(3, 4), Costs(1, 2, 3, send=10), blocking=blocking)
+    found = simulate_schedule(naive(3, 4), Costs(1, 2, 3, send=10))
     assert found.makespan == 4 * (3 * (1 + 2 + 3) + 2 * 2 * 10)
 
 
 def test_messages_in_gpipe_delay_only_filling_and_draining():
-    """Unless a rank waits for each of its sends to arrive."""
     p, m, send = 4, 8, Fraction(1, 4)
     costs = Costs(send=send)
     assert (
         simulate_schedule(gpipe(p, m), costs).makespan
         == (m + p - 1) * 3 + 2 * (p - 1) * send
     )
-    waiting = simulate_schedule(gpipe(p, m), costs, blocking=True).makespan
-    assert waiting > simulate_schedule(gpipe(p, m), costs).makespan
 
 
 def test_one_slow_stage_sets_the_pace():
@@ -98,9 +93,8 @@ def test_floats_stay_floats_and_fractions_fractions():
 
 def test_a_schedule_that_comes_to_no_end():
     stuck = parse("stuck", ["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"])
-    for blocking in (True, False):
-        with pytest.raises(ScheduleError, match="ranks wait for each other: rank 0"):
-            simulate_schedule(stuck, blocking=blocking)
+    with pytest.raises(ScheduleError, match="ranks wait for each other: rank 0"):
+        simulate_schedule(stuck)
     half = parse("half", ["0F0 0B0", "1F0"])
     with pytest.raises(ScheduleError, match="0B0, which needs 1B0, which no rank runs"):
         simulate_schedule(half)
