@@ -39,12 +39,13 @@ class Division:
 
     Args:
         group: the ranks; None means all.
-        attention: a name in ATTENTIONS.
-        assignment: a name in ASSIGNMENTS; Ulysses needs "contiguous".
+        attention: a name in ATTENTIONS. Positions are zigzag; Ulysses needs contiguous
+            ones.
     """
 
-    def __init__(self, group: Group, attention: str, assignment: str) -> None:
-        self.group, self.attention, self.assignment = group, attention, assignment
+    def __init__(self, group: Group, attention: str) -> None:
+        self.group, self.attention = group, attention
+        self.assignment = "contiguous" if attention == "ulysses" else "zigzag"
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.length: int | None = None  # length of the last embedded sequences
 
@@ -169,11 +170,7 @@ class GatheredLogits:
 
 
 def context_parallel(
-    model: nn.Module,
-    group: Group = None,
-    *,
-    attention: str = "ring",
-    assignment: str = "zigzag",
+    model: nn.Module, group: Group = None, *, attention: str = "ring"
 ) -> nn.Module:
     """Divide the sequence of a GPT among the ranks of `group`; return the same model.
 
@@ -186,7 +183,6 @@ def context_parallel(
         model: a GPT of this course, or one that `tensor_parallel` has cut.
         group: the ranks that share each sequence; None means all.
         attention: "ring", "gathered" keys and values, or "ulysses".
-        assignment: one of `assignment.ASSIGNMENTS`; Ulysses needs "contiguous".
 
     Raises ValueError for a model or an argument that cannot be used. PyTorch's
     counterpart, torch.distributed.tensor.experimental.context_parallel, is for GPUs.
@@ -204,10 +200,7 @@ def context_parallel(
             "a layer of the model needs whole sequences: experts with a capacity, or a "
             "balance loss; build the model with capacity None and balance 0"
         )
-    if attention == "ulysses":
-        assignment = "contiguous"
-    check, division = SameSequence(group), Division(group, attention, assignment)
-    division.assigned(1)  # refuses an unknown assignment before anything changes
+    check, division = SameSequence(group), Division(group, attention)
     if isinstance(model.embed, DividedEmbedding):
         raise ValueError("the model is context parallel already; divide it only once")
     if getattr(model, "sequence_parallel", False):
@@ -215,7 +208,7 @@ def context_parallel(
             "the model is tensor parallel with sequence_parallel=True, which divides "
             "the sequence already; leave sequence_parallel out"
         )
-    agreed(lambda: None, group, attention=attention, assignment=assignment)
+    agreed(lambda: None, group, attention=attention)
     model.embed = DividedEmbedding(model.embed, division, check)
     for block in model.blocks:
         block.attn.attend = division.attend

@@ -242,10 +242,6 @@ class PipelineParallel(DividedModule, Pipeline):
         work.wait()
         return loss
 
-    def extra_repr(self) -> str:
-        """Return the stages and the schedule as text."""
-        return f"{self.plan}\n{self.schedule}"
-
 
 @contextmanager
 def defer_averaging(parameters: Iterable[Tensor]) -> Iterator[None]:

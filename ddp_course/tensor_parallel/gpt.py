@@ -43,7 +43,6 @@ from ddp_course.mechanisms.placements import (
     Replicate,
     Shard,
     place,
-    placed,
 )
 from ddp_course.model import GPT, GPTConfig
 from ddp_course.tensor_parallel.checks import FailedPasses, SameTokens, check_model
@@ -214,10 +213,6 @@ class TensorParallelGPT(DividedModule, nn.Module):
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Return all logits, (B, T, V), from the head's (B, T, V/tp)."""
         return self.ends.gather_logits(logits)
-
-    def extra_repr(self) -> str:
-        """Return all parameters, and how each is cut, as text."""
-        return "\n".join(str(placed(parameter)) for parameter in self.parameters())
 
 
 def tensor_parallel(

@@ -99,22 +99,22 @@ def gather_from_group(x: Tensor, dim: int, group: Group = None) -> Tensor:
     return Exchanged.apply(x, exchange_of(group), dim, _all_gather, _own_part)
 
 
-def gather_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
-    """Return all ranks' parts joined along `dim`; in backward, sum and cut gradients.
+def gather_sequence(x: Tensor, group: Group = None) -> Tensor:
+    """Return all ranks' parts of the sequence joined; in backward, sum and cut.
 
     (B, T/tp, C) -> (B, T, C). An all-gather; its backward is a reduce-scatter.
     """
-    return Exchanged.apply(x, exchange_of(group), dim, _all_gather, _reduce_scatter)
+    return Exchanged.apply(x, exchange_of(group), 1, _all_gather, _reduce_scatter)
 
 
-def scatter_sequence(x: Tensor, group: Group = None, dim: int = 1) -> Tensor:
-    """Return this rank's part, along `dim`, of the sum of all ranks' `x`.
+def scatter_sequence(x: Tensor, group: Group = None) -> Tensor:
+    """Return this rank's part of the sequence, of the sum of all ranks' `x`.
 
     (B, T, C) -> (B, T/tp, C). A reduce-scatter; its backward is an all-gather. The two
-    together send what one all-reduce does. Raises ValueError if `dim` cannot be cut
+    together send what one all-reduce does. Raises ValueError if T cannot be cut
     equally.
     """
-    return Exchanged.apply(x, exchange_of(group), dim, _reduce_scatter, _all_gather)
+    return Exchanged.apply(x, exchange_of(group), 1, _reduce_scatter, _all_gather)
 
 
 # ---- layers between two parallel regions ---------------------------------------------

@@ -76,7 +76,6 @@ from ddp_course.theory.experts import (
     dispatch_volume,
     dropped_choices,
     mixture_cost,
-    ranks_per_token,
 )
 from ddp_course.theory.fit import Fit, fit
 from ddp_course.theory.memory import (

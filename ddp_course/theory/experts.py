@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import comb
 
 INTEGER = 8  # bytes of a count
 
@@ -128,16 +127,6 @@ def balanced_rows(tokens: int, experts_per_token: int, ranks: int) -> Fraction:
     That is T k (R - 1)/R; the rank also receives this many. Chapter 17.
     """
     return Fraction(tokens * experts_per_token * (ranks - 1), ranks)
-
-
-def ranks_per_token(experts: int, experts_per_token: int, ranks: int) -> Fraction:
-    """Return on how many ranks the experts of a token lie, on average.
-
-    R (1 - C(E - E/R, k) / C(E, k)) if all sets of k experts are equally likely. Sending
-    one copy to each of these ranks, not to each expert, saves the others. Chapter 17.
-    """
-    others = comb(experts - experts // ranks, experts_per_token)
-    return ranks * (1 - Fraction(others, comb(experts, experts_per_token)))
 
 
 def busiest_rank(loads: Sequence[int], ranks: int) -> Fraction:

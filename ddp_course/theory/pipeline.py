@@ -77,7 +77,7 @@ def pipeline_time(
         if v > 1:
             raise ValueError(
                 f"num_microbatches is {m}; with {v} stages on each of {p} ranks the "
-                f"formula needs {p} or more; use ddp_course.pipeline.simulate"
+                f"formula needs {p} or more; use ddp_course.pipeline.simulate_schedule"
             )
         return (m + p - 1) * (F + I) + W
     return (m + p - 1) * whole
