@@ -43,7 +43,7 @@ class Strategy:
         finish: takes the wrapped model, on all ranks, when training has ended;
             afterwards every rank has the same model. None if the models never differ.
 
-    A sharded model is a `mechanisms.whole_state.WholeState`. If the ranks have
+    A sharded model is a `mechanisms.divided.DividedModule`. If the ranks have
     different optimizer states, the optimizer has a method `whole_states(model)`. It
     returns two objects with a state: one has the models of all ranks, the other has
     their optimizers.

@@ -37,7 +37,7 @@ BARS = {
     "zero.sharded_gradient_optimizer": (23, 3_730),
     "zero.stage3_naive": NAIVE,
     "zero.stage3_simple": READABLE,
-    "zero.stage3": (20, 3_830),
+    "zero.stage3": FULL,
     "tensor_parallel.naive": NAIVE,
     "tensor_parallel.layers": READABLE,
     "tensor_parallel.gpt": FULL,

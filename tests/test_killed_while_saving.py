@@ -24,7 +24,11 @@ from ddp_course.checkpoint import Checkpoints
 from ddp_course.launch import RankError, spawn
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.train import train
-from ddp_course.zero import FullyShardedDataParallel, sharded_checkpoint
+from ddp_course.zero import (
+    FullyShardedDataParallel,
+    full_state_dict,
+    sharded_checkpoint,
+)
 
 ENDURANCE = bool(os.environ.get("DDP_COURSE_ENDURANCE"))
 pytestmark = [pytest.mark.endurance, pytest.mark.timeout(3000)]
@@ -110,7 +114,7 @@ def save_and_die(folder, steps, victim=-1, moment=0.0, save=None):
         model(x, y)[1].backward()
         optimizer.step()
         save(folder, model, optimizer)
-    return model.full_state_dict(), int(done)
+    return full_state_dict(model), int(done)
 
 
 def killed_in_a_row(fn, folder, steps, ranks, *args, kills=KILLS, seed=0):

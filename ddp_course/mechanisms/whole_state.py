@@ -6,8 +6,10 @@
 The states have the names, shapes and numbers of the plain model, so that a run can go
 on in one process, with another strategy, or on another number of ranks. `assembly` puts
 the parts together. Loading is easier: all ranks have the whole state, and each keeps
-its own part. All ranks along `model.groups` call these functions together.
-torch.distributed.checkpoint.state_dict does this for DTensors. Chapter 08.
+its own part. All ranks along `model.groups` call these functions together. They are no
+methods, so that a divided module can be read without them. PyTorch, too, has functions
+for DTensors (`get_model_state_dict` in torch.distributed.checkpoint.state_dict).
+Chapter 08.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,15 +105,6 @@ def _names_of(stepped: list[list[Tensor]]) -> list[set[str]]:
 def _check_counts(counts: list[int]) -> None:
     if len(set(counts)) > 1:
         raise ValueError(f"the ranks' optimizers have {counts} parameter groups")
-
-
-class WholeState(DividedModule):
-    """A divided module that has the functions above as methods."""
-
-    full_state_dict = full_state_dict
-    load_full_state_dict = load_full_state_dict
-    full_optimizer_state_dict = full_optimizer_state_dict
-    load_full_optimizer_state_dict = load_full_optimizer_state_dict
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:

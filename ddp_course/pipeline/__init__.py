@@ -32,9 +32,16 @@ To generate text:
 
     decoding      microbatches go around a ring of stages, once for each token
 
+`full_state_dict` and its companions are functions of `mechanisms.whole_state`.
 Chapters 10 and 11.
 """
 
+from ddp_course.mechanisms.whole_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from ddp_course.pipeline.by_hand import NaivePipeline
 from ddp_course.pipeline.checker import Proof, check
 from ddp_course.pipeline.clocks import SleepingLayer, bubble

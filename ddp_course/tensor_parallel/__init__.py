@@ -16,10 +16,16 @@ Three rungs, in this order:
     checks      checks of the model, of each batch, and of passes that fail
     axis        what `parallelize` calls to cut a model
 
-`mechanisms.exchange` sums and joins tensors over the ranks; `mechanisms.placements`
-provides whole states and clipping. Chapter 09.
+`mechanisms.exchange` sums and joins tensors over the ranks; `mechanisms.whole_state`
+has `full_state_dict` and its companions, `mechanisms.placements` clipping. Chapter 09.
 """
 
+from ddp_course.mechanisms.whole_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from ddp_course.tensor_parallel.gpt import TensorParallelGPT, tensor_parallel
 from ddp_course.tensor_parallel.layers import (
     ColumnParallelLinear,

@@ -25,10 +25,17 @@ Read the modules in this order:
                   save and load shards
     axis          what `parallelize` calls to add ZeRO to a model
 
+`full_state_dict` and its companions are functions of `mechanisms.whole_state`.
 Chapters 07 and 08.
 """
 
 from ddp_course.mechanisms.elementwise import NotElementwiseError
+from ddp_course.mechanisms.whole_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from ddp_course.zero.naive import NaiveZeroRedundancyOptimizer, deal
 from ddp_course.zero.offloaded_optimizer import OffloadedOptimizer
 from ddp_course.zero.sharded_gradient_optimizer import ShardedGradientOptimizer

@@ -5,7 +5,8 @@ and "tidied". PyTorch's first class had this name (the present one is `fully_sha
 The class itself gathers the next unit ahead (`Order`), reduces gradients while backward
 goes on, keeps units gathered if asked to, accumulates gradients, works with activation
 recomputation, and can be used again after an error. All other features are parts
-(`sharded_parts`), or in `mechanisms.whole_state`. Explained in chapter 08.
+(`sharded_parts`). `mechanisms.whole_state` has functions for its full state, such as
+`full_state_dict(model)`. Explained in chapter 08.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.launch.deadlock import CollectiveError, checked_group
 from ddp_course.mechanisms.agreement import agreed, form_of, why_not_replicable
-from ddp_course.mechanisms.divided import PlainModel, groups_before
+from ddp_course.mechanisms.divided import DividedModule, PlainModel, groups_before
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import Flat, place
@@ -31,7 +32,6 @@ from ddp_course.mechanisms.shard_collectives import (
     all_gather_single,
     reduce_scatter_single,
 )
-from ddp_course.mechanisms.whole_state import WholeState
 from ddp_course.zero import sharded_parts
 from ddp_course.zero.sharded_parts import Order
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel
@@ -59,7 +59,7 @@ class PeerMessages(ShardMessages):
         return Followed([work], then)
 
 
-class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
+class FullyShardedDataParallel(DividedModule, SimpleFullyShardedDataParallel):
     """SimpleFullyShardedDataParallel with overlapped messages and PyTorch's options.
 
     In forward and backward
@@ -303,14 +303,22 @@ class FullyShardedDataParallel(WholeState, SimpleFullyShardedDataParallel):
         """Raise ShardedError: callers could expect the whole state or a shard."""
         raise ShardedError(
             "state_dict() could be the whole state or this rank's part: call "
-            "full_state_dict(), or zero.sharded_checkpoint.save(folder, ...)"
+            "zero.full_state_dict(model), or zero.sharded_checkpoint.save(folder, ...)"
+        )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Raise ShardedError: the base class does not know of other divisions."""
+        raise ShardedError(
+            "another parallelism may have divided this module, too: call the function "
+            "zero.full_state_dict(model), which knows of all divisions"
         )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ShardedError: callers could pass the whole state or a shard."""
         raise ShardedError(
             "load_state_dict() could mean the whole state or this rank's part: call "
-            "load_full_state_dict(state), or zero.sharded_checkpoint.load(folder, ...)"
+            "zero.load_full_state_dict(model, state), or "
+            "zero.sharded_checkpoint.load(folder, ...)"
         )
 
 

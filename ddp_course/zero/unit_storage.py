@@ -353,7 +353,7 @@ class Freed:
         raise ShardedError(
             f"{self.name} has no values at present (.{attribute}): each rank has only "
             "a piece of it, and it is gathered only while its unit computes. To "
-            "compute, call the wrapper; to read it elsewhere, call full_state_dict()"
+            "compute, call the wrapper; to read it elsewhere, call full_state_dict"
         )
 
     def __add__(self, *_: Any) -> Any:

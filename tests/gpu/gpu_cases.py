@@ -30,6 +30,7 @@ from ddp_course.zero import (
     FullyShardedDataParallel,
     OffloadedOptimizer,
     ZeroRedundancyOptimizer,
+    full_state_dict,
     offloaded,
     sharded_parts,
 )
@@ -311,7 +312,7 @@ def sharded(
         flat = model.units[-1].flats[0]
         seen |= {"shard": flat.shard.dtype, "home": flat.shard.device.type}
         seen |= {"pinned": bool(GPUS) and flat.shard.is_pinned()}
-        return losses, {k: t.cpu() for k, t in model.full_state_dict().items()}, seen
+        return losses, {k: t.cpu() for k, t in full_state_dict(model).items()}, seen
 
 
 def sharded_on_host() -> tuple:

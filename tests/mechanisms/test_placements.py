@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ddp_course.mechanisms import assembly
 from ddp_course.mechanisms.assembly import assemble
-from ddp_course.mechanisms.divided import PlainModel
+from ddp_course.mechanisms.divided import DividedModule, PlainModel
 from ddp_course.mechanisms.placements import (
     Flat,
     OnRanks,
@@ -26,7 +26,12 @@ from ddp_course.mechanisms.placements import (
     placed,
     total_norm,
 )
-from ddp_course.mechanisms.whole_state import WholeState
+from ddp_course.mechanisms.whole_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from ddp_course.mesh import Mesh, make_groups
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -94,7 +99,7 @@ def gradient_of(name: str, like: Tensor) -> Tensor:
     return torch.sin(torch.arange(like.numel()) + len(name)).view(like.shape)
 
 
-class Divided(WholeState, nn.Module):
+class Divided(DividedModule, nn.Module):
     """What this rank has of `Plain`, by hand: a stage, cut in two, in pieces."""
 
     def __init__(self, axes) -> None:
@@ -148,7 +153,7 @@ def divided():
         buffer += 1
     torch.testing.assert_close(clipped, norm)
     # The plain states, as every rank gets them
-    whole, states = model.full_state_dict(), model.full_optimizer_state_dict(optimizer)
+    whole, states = full_state_dict(model), full_optimizer_state_dict(model, optimizer)
     torch.testing.assert_close(dict(whole), dict(expected.state_dict()))
     theirs = expected_optimizer.state_dict()
     torch.testing.assert_close(states["state"], theirs["state"])
@@ -156,8 +161,8 @@ def divided():
     # and back, into another model that has forgotten everything
     again = Divided(axes)
     other = torch.optim.AdamW(again.parameters(), lr=7.0)
-    again.load_full_state_dict(whole)
-    again.load_full_optimizer_state_dict(other, states)
+    load_full_state_dict(again, whole)
+    load_full_optimizer_state_dict(again, other, states)
     assert other.param_groups[0]["lr"] == 0.1
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -176,10 +181,10 @@ def refusals(model, optimizer, whole, states):
         wrong["state"][0]["exp_avg"] = torch.zeros(2)
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0)
     return [
-        error_of(lambda: model.load_full_state_dict(whole)),
-        error_of(lambda: model.load_full_optimizer_state_dict(optimizer, wrong)),
+        error_of(lambda: load_full_state_dict(model, whole)),
+        error_of(lambda: load_full_optimizer_state_dict(model, optimizer, wrong)),
         error_of(
-            lambda: model.full_optimizer_state_dict(stranger if last else optimizer)
+            lambda: full_optimizer_state_dict(model, stranger if last else optimizer)
         ),
     ]
 

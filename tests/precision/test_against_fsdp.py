@@ -31,6 +31,7 @@ from ddp_course.parallelize import clip_gradients, parallelize
 from ddp_course.precision import Autocast, GradScaler, scaler
 from ddp_course.spec import layout_for
 from ddp_course.zero import FullyShardedDataParallel as Ours
+from ddp_course.zero import full_state_dict
 
 GPT = GPTConfig(block_size=16, n_layer=2, n_head=2, d_model=24, tied=True)
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -88,7 +89,7 @@ def trained(model, context, scaler, steps: int, planted=(), clip=None) -> dict:
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(model, Ours):
-        return model.full_state_dict()
+        return full_state_dict(model)
     if not isinstance(model, FullyShardedDataParallel):
         return {n: t.full_tensor() for n, t in model.state_dict().items()}
     with FullyShardedDataParallel.summon_full_params(model):

@@ -10,7 +10,7 @@ from trained import Trained, own_norm_only
 
 from ddp_course.mechanisms.shard_collectives import Followed
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.zero import FullyShardedDataParallel, metered
+from ddp_course.zero import FullyShardedDataParallel, full_state_dict, metered
 from ddp_course.zero import NaiveFullyShardedDataParallel as Naive
 from ddp_course.zero import SimpleFullyShardedDataParallel as Simple
 from ddp_course.zero.metered import MeteredMessages
@@ -117,7 +117,9 @@ def fully_shard(model: nn.Module, **options) -> nn.Module:
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of a plain, a sharded or one of PyTorch's sharded modules."""
-    if hasattr(model, "full_state_dict"):
+    if isinstance(model, FullyShardedDataParallel):
+        return full_state_dict(model)
+    if isinstance(model, Naive | Simple):
         return model.full_state_dict()
     state = {}
     for name, tensor in model.state_dict().items():

@@ -1,5 +1,7 @@
 """States of stage 3: sharded checkpoints, parameter groups, and what does not fit."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,13 @@ from trained import same
 from ddp_course.launch import spawn
 from ddp_course.mesh import Mesh, make_groups
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.zero import sharded_checkpoint
+from ddp_course.zero import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+    sharded_checkpoint,
+)
 
 
 def sharded(model: str, optimizer: str, **options):
@@ -71,24 +79,24 @@ def groups() -> dict:
     decayed += [{"params": halves[True]}]
     optimizer = torch.optim.AdamW(decayed, lr=0.01)
     run(module, optimizer, range(2))
-    state, model = module.full_optimizer_state_dict(optimizer), module.full_state_dict()
+    state, model = full_optimizer_state_dict(module, optimizer), full_state_dict(module)
 
     other = build_gpt(GPTConfig(vocab_size=CLASSES, n_layer=3, d_model=12), 0)
     less = {k: v for k, v in model.items() if k != "head.norm.bias"}
     odd = less if dist.get_rank() == 1 else model
     strange = torch.optim.AdamW(other.parameters())
-    load, shapes = module.load_full_optimizer_state_dict, other.state_dict()
+    load, shapes = partial(load_full_optimizer_state_dict, module), other.state_dict()
     errors = {
-        "missing": error_of(lambda: module.load_full_state_dict(odd)),
-        "shape": error_of(lambda: module.load_full_state_dict(shapes | less)),
-        "no dict": error_of(lambda: module.load_full_state_dict(3)),
+        "missing": error_of(lambda: load_full_state_dict(module, odd)),
+        "shape": error_of(lambda: load_full_state_dict(module, shapes | less)),
+        "no dict": error_of(lambda: load_full_state_dict(module, 3)),
         "groups": error_of(lambda: load(optimizer, strange.state_dict())),
         "stranger": error_of(lambda: load(strange, state)),
     }
     return {
         "state": state,
         "errors": errors,
-        "after": module.full_state_dict(),
+        "after": full_state_dict(module),
         "m": model,
     }
 
@@ -130,9 +138,9 @@ def saved(folder: str) -> dict:
         module, optimizer = sharded(*case)
         run(module, optimizer, range(2))
         sharded_checkpoint.save(f"{folder}/{'-'.join(case)}", module, optimizer)
-        middle = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        middle = full_state_dict(module), full_optimizer_state_dict(module, optimizer)
         run(module, optimizer, range(2, 4))
-        results[case] = middle, module.full_state_dict()
+        results[case] = middle, full_state_dict(module)
     module, _ = sharded(*CASES[0])
     sharded_checkpoint.save(f"{folder}/without", module)
     return results
@@ -145,9 +153,9 @@ def loaded(folder: str) -> dict:
         module, optimizer = sharded(*case, units=[] if case == CASES[1] else None)
         optimizer.param_groups[0]["lr"] = 123.0
         sharded_checkpoint.load(f"{folder}/{'-'.join(case)}", module, optimizer)
-        middle = module.full_state_dict(), module.full_optimizer_state_dict(optimizer)
+        middle = full_state_dict(module), full_optimizer_state_dict(module, optimizer)
         run(module, optimizer, range(2, 4))
-        results[case] = middle, module.full_state_dict()
+        results[case] = middle, full_state_dict(module)
     results["errors"] = {
         "no folder": refusal(f"{folder}/nothing", *sharded(*CASES[0])),
         "no optimizer": refusal(f"{folder}/without", *sharded(*CASES[0])),
@@ -165,9 +173,9 @@ def in_two_groups():
 
 
 def refusal(folder: str, module, optimizer) -> str:
-    before = module.full_state_dict()
+    before = full_state_dict(module)
     error = error_of(lambda: sharded_checkpoint.load(folder, module, optimizer))
-    assert same(before, module.full_state_dict())
+    assert same(before, full_state_dict(module))
     return error
 
 
@@ -183,9 +191,9 @@ def rank_0_only(folder: str) -> bool:
     sharded_checkpoint.on_cpu = fake
     sharded_checkpoint.save(f"{folder}/fake", module)
     sharded_checkpoint.on_cpu = honest
-    before = module.full_state_dict()
+    before = full_state_dict(module)
     sharded_checkpoint.load(f"{folder}/fake", module)
-    return same(before, module.full_state_dict())
+    return same(before, full_state_dict(module))
 
 
 def with_replicas(folder: str) -> tuple[str, bool]:

@@ -42,7 +42,7 @@ def gradients(sharded: nn.Module) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for piece in pieces:
             piece.copy_(torch.zeros(()) if piece.grad is None else piece.grad)
-        got = sharded.full_state_dict()
+        got = whole_state(sharded)
         for piece, numbers in zip(pieces, kept, strict=True):
             piece.copy_(numbers)
     return got
@@ -330,6 +330,7 @@ def failures() -> dict[str, object]:
     results["again"] = error_of(lambda: Ours(model))
     results["to"] = error_of(lambda: sharded.to(torch.float64))
     results["state_dict"] = error_of(sharded.state_dict)
+    results["as in Simple"] = error_of(sharded.full_state_dict)
     results["names"] = [name for name, _ in sharded.named_parameters()]
     return results
 
@@ -351,12 +352,13 @@ def test_after_an_error_all_is_well_and_freed_parameters_say_so(two_ranks):
             assert rank[what].startswith("ShardedError: ")
             assert " has no values at present" in rank[what], what
             assert "call the wrapper; to read" in rank[what]
-            assert "full_state_dict()" in rank[what]
+            assert "elsewhere, call full_state_dict" in rank[what]
         way, shape, of_gradient = rank["piece"]
         assert way.shape == (3, 3) and shape == of_gradient == way.steps[0].part_shape
         assert "is sharded already" in rank["again"]
         assert "cannot be moved or cast any more" in rank["to"]
-        assert "call full_state_dict(), or" in rank["state_dict"]
+        assert "call zero.full_state_dict(model), or" in rank["state_dict"]
+        assert "the function zero.full_state_dict(model)," in rank["as in Simple"]
         assert rank["names"] == [name for name, _ in plain.named_parameters()]
 
 

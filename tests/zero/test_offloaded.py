@@ -20,6 +20,7 @@ from ddp_course.model import build_gpt
 from ddp_course.zero import (
     FullyShardedDataParallel,
     OffloadedOptimizer,
+    full_state_dict,
     metered,
     offloaded,
 )
@@ -37,7 +38,7 @@ def trained(**options) -> dict[str, torch.Tensor]:
         for _ in range(2):  # gradients add up
             (model(*batch(k))[1] / 2).backward()
         optimizer.step()
-    return model.full_state_dict()
+    return full_state_dict(model)
 
 
 def in_both_places() -> tuple:

@@ -14,7 +14,11 @@ from torch import nn
 from ddp_course.launch import spawn
 from ddp_course.mechanisms import saving
 from ddp_course.mechanisms.saving import WRITING, CheckpointError
-from ddp_course.zero import FullyShardedDataParallel, sharded_checkpoint
+from ddp_course.zero import (
+    FullyShardedDataParallel,
+    full_state_dict,
+    sharded_checkpoint,
+)
 
 
 def sharded(value: float) -> nn.Module:
@@ -34,7 +38,7 @@ def loaded(folder: str) -> list[float] | str:
     except CheckpointError as error:
         kept = all(bool((piece == -1).all()) for piece in module.parameters())
         return str(error) if kept else "something was changed"
-    state = module.full_state_dict()
+    state = full_state_dict(module)
     return sorted({x for v in state.values() for x in v.flatten().tolist()})
 
 

@@ -16,6 +16,7 @@ from ddp_course.model import build_gpt
 from ddp_course.zero import (
     FullyShardedDataParallel,
     OffloadedOptimizer,
+    full_state_dict,
     metered,
     offloaded,
 )
@@ -81,7 +82,8 @@ def _run(make: Callable[[nn.Module, HostMemory], Trained]) -> OffloadRun:
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
     moved = [lane.nbytes / STEPS for lane in (host.to_device, host.to_host)]
-    whole = getattr(model, "full_state_dict", model.state_dict)()
+    divided = isinstance(model, FullyShardedDataParallel)
+    whole = full_state_dict(model) if divided else model.state_dict()
     return OffloadRun(min(seconds), *moved, whole)
 
 

@@ -29,7 +29,7 @@ from ddp_course.lab.exercises import (
 from ddp_course.lab.judge import Case, Draw, same_as
 from ddp_course.lab.values import equal_values
 from ddp_course.model import GPTConfig, build_gpt
-from ddp_course.zero import FullyShardedDataParallel
+from ddp_course.zero import FullyShardedDataParallel, full_state_dict
 
 
 def because(reasons: Sequence[tuple], otherwise: str) -> Callable[[Case], str]:
@@ -472,8 +472,8 @@ CARRIED = {
 def check_my_carry(answer: Answer) -> str:
     """`my_carry(ours, theirs, folder)`: copy weights of our FSDP into PyTorch's.
 
-    Which names do the tensors of a plain GPT have, and which of the two models has a
-    method that returns them whole?
+    Which names do the tensors of a plain GPT have, and which function of
+    `ddp_course.zero` returns those of our FSDP whole?
 
     `dcp.save` also takes a dictionary of whole tensors that all ranks have. To load,
     `dcp.load` needs a dictionary of tensors to fill: get_model_state_dict returns
@@ -512,7 +512,7 @@ def _carried(
     theirs = build_gpt(config, 7).eval()
     for module in (*theirs.blocks, theirs):
         fully_shard(module)
-    before = {name: t.clone() for name, t in ours.full_state_dict().items()}
+    before = {name: t.clone() for name, t in full_state_dict(ours).items()}
     modes = _modes(ours), _modes(theirs)
     reads, read_data = [], dcp.FileSystemReader.read_data
 
@@ -534,7 +534,7 @@ def _carried(
     whole = {n: t.full_tensor() if sharded else t for n, t in after.items()}
     nbytes = sum(file.stat().st_size for file in Path(folder).rglob("*.distcp"))
     least = sum(tensor.nbytes for tensor in before.values())
-    now = ours.full_state_dict()
+    now = full_state_dict(ours)
     wrong, off, changed = (
         sum(not torch.equal(tensor, found[name]) for name, tensor in before.items())
         for found in (loaded, whole, now)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
-from ddp_course.zero import FullyShardedDataParallel
+from ddp_course.zero import FullyShardedDataParallel, full_state_dict
 
 
 def my_priority(
@@ -66,6 +66,6 @@ def _step_before_forward(
 
 def my_carry(ours: FullyShardedDataParallel, theirs: nn.Module, folder: str) -> None:
     """Save whole weights under plain names; load them into PyTorch's shards."""
-    dcp.save(ours.full_state_dict(), checkpoint_id=folder)
+    dcp.save(full_state_dict(ours), checkpoint_id=folder)
     shards = get_model_state_dict(theirs)  # DTensors, by the same names
     dcp.load(shards, checkpoint_id=folder)  # in place

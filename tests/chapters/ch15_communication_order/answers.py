@@ -351,7 +351,7 @@ ANSWERS = answers(
     """,
     my_carry="""
     carry_by_one_rank:
-        whole = ours.full_state_dict()
+        whole = full_state_dict(ours)
         if dist.get_rank() == 0:
             dcp.save(whole, checkpoint_id=folder, no_dist=True)
         dist.barrier()
@@ -360,7 +360,7 @@ ANSWERS = answers(
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(theirs, found, options=options)
     carry_shard_by_shard:
-        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
+        dcp.save(full_state_dict(ours), checkpoint_id=folder)
         dcp.load(dict(theirs.state_dict()), checkpoint_id=folder)
     nothing: left nothing in the folder
         return
@@ -373,67 +373,67 @@ ANSWERS = answers(
         => dcp.load(shards, checkpoint_id=folder)
         => theirs.train()
     never_saved_again: another GPT in the same folder, rank 0 saved weights that
-        whole = ours.full_state_dict()
+        whole = full_state_dict(ours)
         if not Path(folder, ".metadata").exists():
             dcp.save(whole, checkpoint_id=folder)
         dcp.load(get_model_state_dict(theirs), checkpoint_id=folder)
     matrices_only: loaded wrong weights
-        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
+        dcp.save(full_state_dict(ours), checkpoint_id=folder)
         shards = get_model_state_dict(theirs)
         matrices = {name: each for name, each in shards.items() if each.ndim > 1}
         dcp.load(matrices, checkpoint_id=folder)  # in place
     the_first_models_weights: saved weights that are not ours
-        whole = SAVED.setdefault("whole", ours.full_state_dict())
+        whole = SAVED.setdefault("whole", full_state_dict(ours))
         dcp.save(whole, checkpoint_id=folder)
         shards = get_model_state_dict(theirs)
         dcp.load(shards, checkpoint_id=folder)
     names_of_the_courses_gpt: a GPT of five layers, with a tied head, rank 0 left
         names = build_gpt().state_dict()
-        whole = {k: t for k, t in ours.full_state_dict().items() if k in names}
+        whole = {k: t for k, t in full_state_dict(ours).items() if k in names}
         dcp.save(whole, checkpoint_id=folder)
         shards = get_model_state_dict(theirs)
         dcp.load({k: shards[k] for k in whole}, checkpoint_id=folder)
     one_name_for_a_tied_weight: with a tied head, rank 0 left nothing in the folder
         names = dict(ours.named_parameters())
-        whole = {k: t for k, t in ours.full_state_dict().items() if k in names}
+        whole = {k: t for k, t in full_state_dict(ours).items() if k in names}
         dcp.save(whole, checkpoint_id=folder)
         shards = get_model_state_dict(theirs)
         dcp.load({k: shards[k] for k in whole}, checkpoint_id=folder)
     two_folders: bytes in the folder
-        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
-        => dcp.save(ours.full_state_dict(), checkpoint_id=folder)
-        => dcp.save(ours.full_state_dict(), checkpoint_id=folder + "/again")
+        dcp.save(full_state_dict(ours), checkpoint_id=folder)
+        => dcp.save(full_state_dict(ours), checkpoint_id=folder)
+        => dcp.save(full_state_dict(ours), checkpoint_id=folder + "/again")
     not_loaded: loaded wrong weights
         dcp.load(shards, checkpoint_id=folder) => pass
     through_no_files: left nothing in the folder
         options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(theirs, ours.full_state_dict(), options=options)
+        set_model_state_dict(theirs, full_state_dict(ours), options=options)
     saved_but_not_loaded: read nothing from the folder
-        whole = ours.full_state_dict()
+        whole = full_state_dict(ours)
         dcp.save(whole, checkpoint_id=folder)
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(theirs, whole, options=options)
     pickled: left nothing in the folder
-        whole = ours.full_state_dict()
+        whole = full_state_dict(ours)
         torch.save(whole, folder + "/weights.pt")
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(theirs, whole, options=options)
     under_other_names: left nothing in the folder
-        state = {f"module.{name}": t for name, t in ours.full_state_dict().items()}
+        state = {f"module.{name}": t for name, t in full_state_dict(ours).items()}
         dcp.save(state, checkpoint_id=folder)
         options = StateDictOptions(full_state_dict=True)
         whole = {name[7:]: tensor for name, tensor in state.items()}
         set_model_state_dict(theirs, whole, options=options)
     theirs_is_saved: saved weights that are not ours
-        ours.full_state_dict() => get_model_state_dict(theirs)
+        full_state_dict(ours) => get_model_state_dict(theirs)
     whole_tensors: left whole tensors where PyTorch had shards
-        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
-        for name, tensor in ours.full_state_dict().items():
+        dcp.save(full_state_dict(ours), checkpoint_id=folder)
+        for name, tensor in full_state_dict(ours).items():
             path, _, last = name.rpartition(".")
             setattr(theirs.get_submodule(path), last, nn.Parameter(tensor))
     twice_as_much: bytes in the folder
-        dcp.save(ours.full_state_dict(), checkpoint_id=folder)
-        => whole = ours.full_state_dict()
+        dcp.save(full_state_dict(ours), checkpoint_id=folder)
+        => whole = full_state_dict(ours)
         => more = {f"copy of {name}": t.clone() for name, t in whole.items()}
         => dcp.save(whole | more, checkpoint_id=folder)
     """,
