@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.parameter_server.record import Record
-from ddp_course.parameter_server.row import ParameterRow, Remedy
+from ddp_course.parameter_server.row import ParameterRow
 from ddp_course.parameter_server.rules import ASYNCHRONOUS, Book, Rule
 
 PULL, PUSH, LEAVE, DONE, DIFFERS = range(5)  # kinds of envelopes
@@ -62,7 +62,6 @@ class Server:
             no end: workers leave when they like.
         version: the number of earlier steps, from a checkpoint.
         patience: seconds that a worker may be silent before it counts as lost.
-        remedy: a function that corrects a stale gradient (`remedies`).
         after_step: called with the new version, while all workers wait.
         group: the ranks; None means all.
     """
@@ -78,7 +77,6 @@ class Server:
         steps: int | None = None,
         version: int = 0,
         patience: float = 60.0,
-        remedy: Remedy | None = None,
         after_step: Callable[[int], object] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -92,7 +90,7 @@ class Server:
         self.workers = sorted(everybody if workers is None else workers)
         self.row, self.optimizer = ParameterRow(params), optimizer
         self.form, self.patience = self.row.form, patience
-        self.remedy, self.after_step = remedy, after_step
+        self.after_step = after_step
         self.book = Book(rule, set(self.workers) - set(late), steps, version)
         like = self.row.weights
         # By worker: the weights that it pulls, its gradient, the time of its last call.
@@ -207,15 +205,7 @@ class Server:
     def apply(self, workers: list[int]) -> None:
         """Step the optimizer with the gradients of these workers."""
         gradients = [self.gradients[worker] for worker in workers]
-        if self.remedy is not None:
-            gradients = [self._correct(worker) for worker in workers]
         self.row.step(self.optimizer, gradients)
-
-    def _correct(self, worker: int) -> Tensor:
-        gradient, then = self.gradients[worker], self.sent_weights[worker]
-        return self.remedy(
-            gradient, self.book.staleness(worker), self.row.weights, then
-        )
 
     def _remove_silent_workers(self) -> None:
         """Remove workers that were silent for too long, so that nobody awaits them."""

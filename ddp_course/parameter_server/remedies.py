@@ -1,8 +1,8 @@
-"""Remedies: functions that correct a stale gradient before the server steps with it.
+"""Remedies: functions that correct a stale gradient before a step with it.
 
 A remedy is called as `remedy(gradient, staleness, now, then)`: `now` are the present
 weights, `then` those that the gradient was computed with. It returns the corrected
-gradient. Chapter 13.
+gradient. `runs.replay` applies a remedy to a recorded run. Chapter 13.
 """
 
 from dataclasses import dataclass

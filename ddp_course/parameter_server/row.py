@@ -4,16 +4,13 @@ Chapter 13.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-# (gradient, staleness, present weights, weights of the gradient) -> corrected gradient
-Remedy = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 
 
 class ParameterRow:

@@ -24,7 +24,7 @@ class RowServer(Server):
     Args:
         table: of shape (rows, D).
         optimizer: steps the table, with sparse gradients: SGD, Adagrad, SparseAdam.
-        **options: the other arguments of `Server`, except `remedy`.
+        **options: the other arguments of `Server`.
     """
 
     def __init__(

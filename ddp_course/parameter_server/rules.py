@@ -166,10 +166,6 @@ class Book:
             self._record(kind, worker)
             del self.clock[worker]
 
-    def staleness(self, worker: int) -> int:
-        """Return the number of steps since this worker's pull."""
-        return self.version - self.base[worker]
-
     def _record(self, kind: str, worker: int, workers: tuple[int, ...] = ()) -> None:
         version = self.base[worker] if kind in ("push", "drop") else self.version
         clock = self.clock.get(worker, -1)

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_course.parameter_server.record import Record
-from ddp_course.parameter_server.row import ParameterRow, Remedy
+from ddp_course.parameter_server.row import ParameterRow
 from ddp_course.parameter_server.rules import Book, Rule
+
+# (gradient, staleness, present weights, weights of the gradient) -> corrected gradient
+Remedy = Callable[[Tensor, int, Tensor, Tensor], Tensor]
 
 
 def replay(
@@ -34,7 +37,7 @@ def replay(
         optimizer: steps `params`; constructed as the server's was.
         gradient: called as `gradient(worker, clock)`; fills `grad` of the parameters,
             as that worker did with its gradient number `clock`.
-        remedy: the remedy that the server used.
+        remedy: corrects each gradient before the step that uses it (`remedies`).
         after_step: called with the new version after each step.
 
     Chapter 13.

@@ -53,7 +53,7 @@ class ShardedServer:
             (`elementwise`).
         rule: which worker waits for which, at every server.
         group: the ranks; None means all.
-        server_options: arguments of `Server`: patience, remedy, after_step.
+        server_options: arguments of `Server`: patience, after_step.
         **defaults: arguments of `optimizer_class`.
 
     Raises NotElementwiseError if the optimizer uses whole tensors, and ReplicaError, on

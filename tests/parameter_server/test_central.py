@@ -21,12 +21,10 @@ from ddp_course.parameter_server import (
     ASYNCHRONOUS,
     SYNCHRONOUS,
     Book,
-    DelayCompensation,
     ParameterRow,
     Server,
     backup,
     bounded,
-    by_staleness,
     replay,
 )
 
@@ -54,7 +52,7 @@ def check(case, record, weights) -> None:
     model = cases.make_model()
     optimizer = cases.OPTIMIZERS[case.get("optimizer", "sgd")](model.parameters())
     gradient = lambda worker, clock: cases.gradient(model, worker, clock)  # noqa: E731
-    replay(record, model.parameters(), optimizer, gradient, remedy=case.get("remedy"))
+    replay(record, model.parameters(), optimizer, gradient)
     for ours, theirs in zip(weights, model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     check_ages(record)
@@ -69,9 +67,6 @@ def test_every_rule_with_several_optimizers_and_workers(backend):
         todo += [{"rule": rule, "optimizer": next(names)} for rule in RULES]
         todo += [{"rule": rule, "workers": [1, 2][:n]} for rule, n in UNDER]
     every = [(case, Server) for case in todo]
-    remedied = {"rule": ASYNCHRONOUS, "remedy": DelayCompensation()}
-    every += [(remedied, Server)]
-    every += [({"rule": ASYNCHRONOUS, "remedy": by_staleness}, Server)]
     found = spawn(cases.all_of, every, backend=backend, timeout=60)[0]
     for (case, _), (record, weights) in zip(every, found, strict=True):
         check(case, record, weights)
