@@ -11,12 +11,7 @@ Read the modules in this order:
 Chapter 14.
 """
 
-from ddp_course.local_sgd.local import (
-    LocalSteps,
-    OuterSteps,
-    average_parameters,
-    drift,
-)
+from ddp_course.local_sgd.local import LocalSteps, OuterSteps
 from ddp_course.local_sgd.local_sgd import DiLoCo, LocalSGD, NotAveragedError
 from ddp_course.local_sgd.naive import train_locally
 from ddp_course.local_sgd.simulation import SimulatedTraining, simulate_training

@@ -1,9 +1,10 @@
 """The local steps of a layout: an AdamW that averages parameters. Chapter 14."""
 
+import torch
 from torch import nn
 from torch.optim import AdamW
 
-from ddp_course.local_sgd.local import LocalSteps, average_parameters
+from ddp_course.local_sgd.local import LocalSteps, means
 from ddp_course.local_sgd.local_sgd import DiLoCo, LocalSGD
 from ddp_course.mesh import Axes
 from ddp_course.spec import Layout
@@ -18,9 +19,12 @@ def local_adamw(
     return kind(AdamW(model.parameters(), lr=lr), model, **layout.local)
 
 
+@torch.no_grad()
 def finish(model: nn.Module) -> None:
     """Replace the parameters of all ranks with their mean."""
-    average_parameters(model.parameters())
+    parameters = list(model.parameters())
+    for parameter, mean in zip(parameters, means(parameters), strict=True):
+        parameter.copy_(mean)
 
 
 def strategy(layout: Layout) -> Strategy:

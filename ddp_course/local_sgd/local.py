@@ -26,7 +26,7 @@ torch.distributed.algorithms.model_averaging. Chapter 14.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,18 +40,6 @@ from ddp_course.mechanisms.states import PerRankStates
 
 Group = dist.ProcessGroup | None
 AllReduce = Callable[..., Any]
-
-
-@torch.no_grad()
-def average_parameters(
-    parameters: Iterable[Tensor],
-    group: Group = None,
-    all_reduce: AllReduce = dist.all_reduce,
-) -> None:
-    """Replace each parameter with its mean over the ranks; all ranks must call it."""
-    own = list(parameters)
-    for parameter, mean in zip(own, means(own, group, all_reduce), strict=True):
-        parameter.copy_(mean)
 
 
 @torch.no_grad()
@@ -74,29 +62,6 @@ def means(
         parts = flat.split([tensors[k].numel() for k in places])
         results |= zip(places, parts, strict=True)
     return [results[k].view(t.shape) for k, t in enumerate(tensors)]
-
-
-def distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the 2-norm of the difference, with all tensors as one long vector."""
-    pairs = zip(tensors, others, strict=True)
-    squares = [((a.detach().double() - b.double()) ** 2).sum() for a, b in pairs]
-    return float(sum(squares)) ** 0.5
-
-
-def drift(
-    module: nn.Module, group: Group = None, all_reduce: AllReduce = dist.all_reduce
-) -> list[float]:
-    """Return, for each rank, the distance of its trained parameters from the mean.
-
-    All ranks must call it; it sends as many bytes as an average. Chapter 14.
-    """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    own = distance(trained, means(trained, group, all_reduce))
-    if not dist.is_initialized():
-        return [own]
-    drifts = [0.0] * dist.get_world_size(group)
-    dist.all_gather_object(drifts, own, group)
-    return drifts
 
 
 class LocalSteps:

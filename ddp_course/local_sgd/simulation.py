@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ddp_course.local_sgd.local import LocalSteps, distance
+from ddp_course.local_sgd.local import LocalSteps
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,13 @@ def _simulate(
             for optimizer in optimizers:
                 optimizer.apply_mean(mean)
     return SimulatedTraining(losses, drifts, models)
+
+
+def distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Return the 2-norm of the difference, with all tensors as one long vector."""
+    pairs = zip(tensors, others, strict=True)
+    squares = [((a.detach().double() - b.double()) ** 2).sum() for a, b in pairs]
+    return float(sum(squares)) ** 0.5
 
 
 @torch.no_grad()

@@ -23,10 +23,11 @@ from ddp_course.local_sgd import (
     DiLoCo,
     LocalSGD,
     NotAveragedError,
-    drift,
     simulate_training,
     train_locally,
 )
+from ddp_course.local_sgd.local import means
+from ddp_course.local_sgd.simulation import distance
 from ddp_course.measure import ByteMeter, SystemBytes
 from ddp_course.mechanisms.agreement import ReplicaError
 from ddp_course.train import largest_difference as apart
@@ -107,11 +108,20 @@ def trained(optimizer: LocalSGD, last: int = STEPS, of=loss) -> dict[str, Any]:
         optimizer.zero_grad()
         of(model, step, rank).backward()
         due = optimizer.step_alone()
-        apart.append(drift(model, **IN_ORDER))
+        apart.append(drift(model))
         if due:
             optimizer.average()
     own = optimizer.optimizer.state_dict()["state"]
     return {"model": copied(model), "drift": apart, "optimizer": own}
+
+
+def drift(model: nn.Module) -> list[float]:
+    """Return how far each rank's trained parameters are from the mean of all ranks."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    drifts = [0.0] * dist.get_world_size()
+    own = distance(trained, means(trained, **IN_ORDER))
+    dist.all_gather_object(drifts, own)
+    return drifts
 
 
 def copied(model: nn.Module) -> dict[str, Tensor]:
@@ -318,7 +328,7 @@ def scaled(kind: type[LocalSGD]) -> tuple[int, float]:
         scaler.scale(plain_loss(local.module, step) * factor).backward()
         scaler.step(local)
         scaler.update()
-    return local.steps, max(drift(local.module, **IN_ORDER))
+    return local.steps, max(drift(local.module))
 
 
 def both_scaled() -> list[tuple[int, float]]:
