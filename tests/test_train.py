@@ -66,13 +66,6 @@ def forgets_the_division(model):
             dist.all_reduce(parameter.grad)
 
 
-def divides_twice(model):
-    average_gradients(model)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size()
-
-
 def averages_the_parameters(model):
     for parameter in model.parameters():
         dist.all_reduce(parameter.data)
@@ -84,19 +77,11 @@ def forgets_the_head(model):
     average_gradients(model.blocks)
 
 
-def takes_rank_0s_gradient(model):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.broadcast(parameter.grad, src=0)
-
-
 MISTAKES = [
     averages_nothing,
     forgets_the_division,
-    divides_twice,
     averages_the_parameters,
     forgets_the_head,
-    takes_rank_0s_gradient,
 ]
 
 

@@ -8,12 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from trained import Trained, own_norm_only
 
-from ddp_course.mechanisms.shard_collectives import Followed
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.zero import FullyShardedDataParallel, full_state_dict, metered
 from ddp_course.zero import NaiveFullyShardedDataParallel as Naive
 from ddp_course.zero import SimpleFullyShardedDataParallel as Simple
-from ddp_course.zero.metered import MeteredMessages
 from ddp_course.zero.unit_storage import FlatStorage
 
 
@@ -278,20 +276,6 @@ class Sum(Fake):
         flat.scale = 1.0
 
 
-class NoMessages(MeteredMessages):
-    """Leaves this rank's own numbers where the sum should be."""
-
-    def reduce(self, own, whole, then):
-        return Followed([], then)
-
-
-class OwnShardOnly(Fake):
-    """Every rank takes its own gradient for the mean."""
-
-    def spoil(self, flat):
-        flat.scale, flat.exchange = 1.0, NoMessages(self.process_group)
-
-
 class NotGatheredAgain(Ours):
     """Freed after forward, and whatever is in that memory is used in backward."""
 
@@ -330,7 +314,6 @@ FAKES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stale": Stale,
     "tied twice": TiedTwice,
     "sum": Sum,
-    "own gradient only": OwnShardOnly,
     "not gathered again": NotGatheredAgain,
     "norm per shard": NormPerShard,
 }

@@ -217,17 +217,6 @@ class NoGather(Stage1):
         pass
 
 
-class GatherBeforeStep(Stage1):
-    """The parameters are brought together before they are stepped."""
-
-    def give_gradients(self):
-        super().share_parameters()
-        super().give_gradients()
-
-    def share_parameters(self):
-        pass
-
-
 class OneShardLate(Stage1):
     """A rank sees its own shard, and the others' of the step before."""
 
@@ -250,20 +239,6 @@ class ClippedPerShard(Stage1):
     def clip_grad_norm_(self, max_norm):
         self.give_gradients()
         return own_norm_only(self.owned.values(), max_norm)
-
-
-class TiedTwice(Stage1):
-    """A norm over all places where a parameter is used."""
-
-    def clip_grad_norm_(self, max_norm):
-        self.give_gradients()
-        twice = [mine for p, mine in self.owned.items() if p.shape == (5, 13)]
-        grads = [mine.grad for mine in [*self.owned.values(), *twice]]
-        square = sum(g.double().square().sum() for g in grads) + torch.zeros(())
-        dist.all_reduce(square)
-        for mine in self.owned.values():
-            mine.grad.mul_(min(1.0, max_norm / float(square.sqrt())))
-        return square.sqrt()
 
 
 class OptionsOfTheFirstDay(Stage1):
@@ -340,27 +315,6 @@ class Replicated(Optimizer):
         self.optim.step()
 
 
-class SumsShards(ReduceScatterAndFree):
-    """The sum in place of the mean, of stage 2."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.scale = 1.0
-
-
-class NotOwn(ReduceScatterAndFree):
-    """Everyone takes its part of what it has sent, not of what has been reduced."""
-
-    def launch(self, bucket):
-        self.open(bucket)
-        self.mine = {**getattr(self, "mine", {}), bucket: self.own(bucket).clone()}
-        return super().launch(bucket)
-
-    def arrived(self, bucket):
-        self.own(bucket).copy_(self.mine[bucket])
-        super().arrived(bucket)
-
-
 class TooEarly(ReduceScatterAndFree):
     """A bucket gives its memory back when it is launched, not when it has arrived."""
 
@@ -400,12 +354,8 @@ FAKES: dict[str, dict[str, Any]] = {
     "no broadcast": {"make": NotTheSameAtFirst},
     "sum": {"make": of_reducer(Sums), "optimizer": "momentum"},
     "no gather": {"make": NoGather},
-    "gather before step": {"make": GatherBeforeStep},
     "one shard late": {"make": OneShardLate},
     "clipped per shard": {"make": ClippedPerShard, "clip": 0.05},
-    "tied twice": {"make": TiedTwice, "clip": 0.05},
     "options of the first day": {"make": OptionsOfTheFirstDay, "groups": True},
-    "stage 2, sum": {"make": of_reducer(SumsShards, **SMALL), "optimizer": "momentum"},
-    "stage 2, not own": {"make": of_reducer(NotOwn, **SMALL)},
     "stage 2, too early": {"make": of_reducer(TooEarly, bucket_cap_mb=4)},
 }
