@@ -3,8 +3,6 @@
 import gc
 import weakref
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -296,45 +294,6 @@ def test_a_rank_keeps_nothing_of_the_model_but_its_own_part(ranks):
     assert max(own for own, _ in tensor) < 1.5 * whole / 4
     assert sum(own for own, _ in pipeline) == whole  # every parameter is on one stage
     assert all(own < left for own, left in plant)
-
-
-CHAIN = [  # ranks, and what they train in: a step, saved, then a step in the next
-    (4, {"zero": 3}),
-    (4, {"zero": 3, "tp": 2}),
-    (4, {"zero": 3, "shard": 2}),
-    (4, {"zero": 2, "tp": 2}),
-    (3, {"zero": 1}),
-    (3, {}),
-    (8, {"pp": 2, "tp": 2, "schedule": "gpipe"}),
-    (8, {"zero": 1, "tp": 2, "pp": 2, "schedule": "zero_bubble"}),
-    (2, {"zero": 2}),
-    (2, {"tp": 2}),
-    (2, {"pp": 2, "schedule": "interleaved"}),
-    (2, {"data_parallel": "flat"}),
-    (2, {"zero": 3}),
-]
-
-
-def test_what_one_layout_has_saved_any_other_goes_on_with(tmp_path):
-    how, done = {**CURVE, "batch_size": 24}, 0
-    for ranks, links in groupby(CHAIN, key=itemgetter(0)):
-        layouts = [result for _, result in links]
-
-        def part(first=done, layouts=layouts):
-            steps = enumerate(layouts, first + 1)
-            runs = [
-                train(k, **how, **result, checkpoint=tmp_path) for k, result in steps
-            ]
-            return [run.resumed_at for run in runs]
-
-        resumed = spawn(part, world_size=ranks, output="none", timeout=120)[0]
-        assert resumed == [*range(done, done + len(layouts))]
-        done += len(layouts)
-    whole = train(done + 1, **how)
-    last = train(done + 1, **how, checkpoint=tmp_path)
-    assert last.resumed_at == done == len(CHAIN)
-    assert last.losses == pytest.approx(whole.losses, abs=LOSS_TOLERANCE)
-    assert largest_difference(last.state, whole.state) < PARAMETER_TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,16 @@ LAYOUTS = {  # the ranks, and how they share the training
     "ZeRO-3": (2, {"zero": 3}),
     "ep 2 x ZeRO-1": (2, {"ep": 2, "zero": 1}),
     "dp 2 x cp 2 x pp 2": (8, {"dp": 2, "cp": 2, "pp": 2, "microbatches": 2}),
+    "ZeRO-3 x tp 2": (4, {"zero": 3, "tp": 2}),
+    "hybrid shards": (4, {"zero": 3, "shard": 2}),
+    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2, "schedule": "gpipe"}),
+    "ZeRO-2 x tp 2": (4, {"zero": 2, "tp": 2}),
+    "ZeRO-1 x tp 2 x pp 2": (
+        8,
+        {"zero": 1, "tp": 2, "pp": 2, "schedule": "zero_bubble", "microbatches": 2},
+    ),
+    "flat": (2, {"data_parallel": "flat"}),
+    "pp 2": (2, {"pp": 2, "schedule": "interleaved"}),
 }
 PAIRS = list(zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS][:1], strict=True))
 
