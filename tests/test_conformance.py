@@ -14,7 +14,7 @@ sparse gradients they let PyTorch complain. All else is a failure
 (`conformance_launch`).
 
 By default: the hardest models and some that a seed draws, on two ranks. The whole
-matrix, on two and three ranks, with PyTorch's classes beside ours:
+matrix, on two and three ranks:
 
     DDP_COURSE_CONFORMANCE=all pytest tests/test_conformance.py
 """
@@ -33,14 +33,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import conformance_launch
-import pytest
 import torch
 import torch.distributed as dist
 from conformance_launch import EQUAL, FAILS, HANGS_AFTER, REFUSED, Case
 from conformance_models import HARD, MODELS, ROWS, _drawn
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -124,13 +121,6 @@ def in_stages(model: nn.Module) -> nn.Module:
     return PipelineParallel(model, loss_fn=None if hasattr(model, "config") else score)
 
 
-def by_fsdp(model: nn.Module) -> nn.Module:
-    """Return what PyTorch's `fully_shard` makes of each member, and of the model."""
-    for child in members(model).values():
-        fully_shard(child)
-    return fully_shard(model)
-
-
 DDP = data_parallel.DistributedDataParallel
 OURS: dict[str, Strategy] = {
     "naive": wrapped(data_parallel.NaiveDistributedDataParallel),
@@ -147,10 +137,9 @@ OURS: dict[str, Strategy] = {
     "ep": wrapped(over_experts),
     "pp": wrapped(in_stages),
 }
-PYTORCHS: dict[str, Strategy] = {"DDP": wrapped(PyTorchDDP), "FSDP": wrapped(by_fsdp)}
 WHOLE_BATCH = ("tp", "cp", "pp")  # ranks that share a model work on the same rows
 CHECK_NOTHING = ("naive", "flat", "bucket")  # nor refuse sparse gradients
-SENDS_BUFFERS = ("ddp", "ddp unused", "DDP")  # the first rank's, before each forward
+SENDS_BUFFERS = ("ddp", "ddp unused")  # the first rank's, before each forward
 # With this epsilon AdamW, too, sees how large gradients are, and rests where they are
 # noise.
 OPTIMS: tuple[Optim, ...] = (
@@ -329,14 +318,12 @@ class Run:
         kind = compared(self.name, self.strategy, (means, self.end))
         if len(set(all_bits)) > 1:
             return f"{FAILS}: the ranks have different parameters"
-        if kind.startswith(EQUAL) and self.strategy not in PYTORCHS:
-            return self.resume() or kind
-        return kind
+        return self.resume() or kind if kind.startswith(EQUAL) else kind
 
     def state(self) -> dict[str, Tensor]:
         """Return the whole model's state."""
         state = whole(self.replica, self.optimizer)[0].state_dict()
-        return {k: getattr(t, "full_tensor", t.detach)() for k, t in state.items()}
+        return {k: t.detach() for k, t in state.items()}
 
     def saved(self) -> list[dict[str, Any]]:
         """Return the whole states of the model and its optimizer, on the first rank."""
@@ -491,15 +478,6 @@ def test_every_strategy_conforms_or_refuses():
             found["moving mean", strategy].removeprefix(f"{EQUAL}: ")
             for strategy in ("ddp", "zero3")
         ]
-
-
-@pytest.mark.skipif(not ALL, reason="DDP_COURSE_CONFORMANCE=all prints the matrix")
-def test_pytorchs_own_classes_are_seen_by_the_same_eyes(capsys):
-    found = outcomes([(n, s) for n in MODELS for s in PYTORCHS], 2, PYTORCHS)
-    with capsys.disabled():
-        for case, kind in found.items():
-            print(*case, kind.partition(". ")[0].replace(f"{FAILS}: ", ""), sep=" | ")
-    assert found["GPT", "DDP"] == EQUAL
 
 
 def test_what_is_wrong_is_called_by_its_name():

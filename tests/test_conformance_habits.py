@@ -8,7 +8,7 @@ each strategy by two ranks with half of the rows each. The end must be
 * a refusal: an error of this course's, with a sentence, on all ranks within seconds; or
 * an exception that `EXCEPTIONS` explains; it shall become shorter.
 
-By default a third of the cells, which the seed chooses. All cells, in two minutes:
+By default a third of the cells, which the seed chooses. All cells:
 
     DDP_COURSE_CONFORMANCE=all pytest tests/test_conformance_habits.py
 
@@ -178,7 +178,7 @@ class Script:
         """Return the whole model's numbers; a collective call."""
         first = getattr(self.optimizers[0], "own", self.optimizers[0])
         state = whole(self.model, first)[0].state_dict()
-        return {k: getattr(t, "full_tensor", t.detach)() for k, t in state.items()}
+        return {k: t.detach() for k, t in state.items()}
 
 
 class InSteps:
