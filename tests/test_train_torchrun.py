@@ -108,24 +108,6 @@ def test_ten_ranks_killed_in_a_row_and_the_curve_is_the_same_bit_for_bit(tmp_pat
     assert json.loads(file.read_text())["resumed_at"] >= 10 * EVERY
 
 
-@pytest.mark.skipif(not ENDURANCE, reason="two machines lose a rank every time")
-@pytest.mark.parametrize("layout", ["zero 1", "zero 2", "zero 3", "tp 2", "pp 2"])
-def test_shards_survive_a_killed_rank(layout, tmp_path):
-    option, number = layout.split()
-    folder, file = tmp_path / "checkpoints", tmp_path / "curve.json"
-    with torchrun(
-        "--nproc-per-node=2", "--max-restarts=1", "-m", "ddp_course", "train",
-        *SETTINGS, f"--{option}", number, "--steps=8", f"--checkpoint={folder}",
-        f"--json={file}",
-    ) as run:  # fmt: skip
-        wait_for(lambda: newest(folder) > 0, run)
-        os.kill(ranks_of(run)[1], signal.SIGKILL)
-        _, err = run.communicate(timeout=120)
-    assert run.returncode == 0, err[-3000:]
-    assert json.loads(file.read_text())["resumed_at"] >= EVERY
-    assert same_curve(file, uninterrupted(2, 8, **{option: int(number)}))
-
-
 def test_two_machines_train_together_and_survive(tmp_path):
     """Each machine has its own disk, and only one of them has written checkpoints.
 
