@@ -18,7 +18,6 @@ class Trained:
     norms: list[float] = field(default_factory=list)  # of gradients, if clipped
     rates: list[float] = field(default_factory=list)  # in the end
     buffers: dict[str, Tensor] = field(default_factory=dict)  # in the end
-    optimizer: dict = field(default_factory=dict)  # its whole state, in the end
     common: bytes = b""  # the bits of what every rank has whole, in the end
 
     def note(self, named: Iterable[tuple[str, nn.Parameter]], *norm_and_loss) -> None:
