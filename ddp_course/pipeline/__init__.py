@@ -43,12 +43,12 @@ from ddp_course.mechanisms.whole_state import (
     load_full_state_dict,
 )
 from ddp_course.pipeline.by_hand import NaivePipeline
-from ddp_course.pipeline.checker import Proof, check
+from ddp_course.pipeline.checker import check
 from ddp_course.pipeline.clocks import SleepingLayer, bubble
 from ddp_course.pipeline.decoding import PipelinedDecoder, decoding_plan
 from ddp_course.pipeline.forms import PipelineError
 from ddp_course.pipeline.pipeline_parallel import PipelineParallel
-from ddp_course.pipeline.program import Instruction, Program, TimedAction, add_messages
+from ddp_course.pipeline.program import add_messages
 from ddp_course.pipeline.recorded import PipelineRecorder
 from ddp_course.pipeline.runtime import Pipeline, Runtime
 from ddp_course.pipeline.schedule import (
@@ -61,7 +61,7 @@ from ddp_course.pipeline.schedule import (
     one_f_one_b,
 )
 from ddp_course.pipeline.schedules import interleaved, parse, zero_bubble
-from ddp_course.pipeline.simulate import Costs, SimulatedSchedule, simulate_schedule
-from ddp_course.pipeline.stage_plan import StagePlan, partition, stage_plan
+from ddp_course.pipeline.simulate import Costs, simulate_schedule
+from ddp_course.pipeline.stage_plan import partition, stage_plan
 from ddp_course.pipeline.stages import spine
 from ddp_course.pipeline.virtual_time import VirtualTime

@@ -37,7 +37,6 @@ from ddp_course.theory.asynchrony import (
 )
 from ddp_course.theory.collectives import (
     ALGORITHMS,
-    Algorithm,
     Cost,
     all_gather,
     all_reduce_double_tree,
@@ -63,14 +62,11 @@ from ddp_course.theory.collectives import (
 from ddp_course.theory.composition import ComposedRank
 from ddp_course.theory.compression import compressed_bytes, local_sgd_bytes
 from ddp_course.theory.context_parallel import (
-    AttentionVolume,
     attention_volume,
     causal_pairs,
     unfairness,
 )
 from ddp_course.theory.experts import (
-    DispatchVolume,
-    MixtureCost,
     balanced_rows,
     busiest_rank,
     dispatch_volume,
@@ -94,7 +90,6 @@ from ddp_course.theory.ordering import (
     good_piece,
     least_step_time,
     ready_times,
-    send_starts,
     wait_for_all_time,
 )
 from ddp_course.theory.pipeline import (
