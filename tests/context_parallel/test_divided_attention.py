@@ -22,7 +22,7 @@ from ddp_course.measure import ByteMeter, TorchCollectives
 from ddp_course.theory import attention_volume, causal_pairs
 
 B, H, D, T = 2, 12, 8, 48
-HEADS_OF_KEYS = {1: (12, 4), 2: (12, 4), 3: (12, 6), 4: (12, 4)}
+HEADS_OF_KEYS = {1: (12, 4), 2: (12, 4), 3: (12, 6)}
 TINY = {torch.float64: 1e-11, torch.bfloat16: 0.3}  # gradients are up to some 30
 
 

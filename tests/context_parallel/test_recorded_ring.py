@@ -39,9 +39,8 @@ def ring_of_pytorch():
     ]
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_spawn_pytorchs_ring_has_our_outputs_and_gradients(n):
-    for differences in spawn(ring_of_pytorch, world_size=n, output="none"):
+def test_spawn_pytorchs_ring_has_our_outputs_and_gradients():
+    for differences in spawn(ring_of_pytorch, world_size=3, output="none"):
         assert max(differences) < 1e-5
 
 

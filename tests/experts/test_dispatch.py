@@ -20,7 +20,7 @@ from ddp_course.measure import ByteMeter, TorchCollectives
 C, E, K = 6, 12, 2
 TOKENS = {  # of each rank
     "equal": lambda n: [8] * n,
-    "unequal, one rank without any": lambda n: [0, 11, 5, 2][:n],
+    "unequal, one rank without any": lambda n: [0, 11, 5][:n],
 }
 
 
@@ -105,7 +105,7 @@ CASES = [("dispatched", tokens, hot) for tokens in TOKENS for hot in (False, Tru
 CASES.append(("gathered", "equal", False))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_spawn_outputs_gradients_and_bytes(n):
     ranks = spawn(lambda: [divided(*case) for case in CASES], world_size=n)
     for case, results in zip(CASES, zip(*ranks, strict=True), strict=True):
