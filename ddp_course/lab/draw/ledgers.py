@@ -14,19 +14,21 @@ from ddp_course.theory.checks import check_positive
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+WIDTH = 0.86  # of a rank's bar
+
 
 @plot
 def ledgers(
-    measured: Mapping[str, Any], theory: Mapping[str, Any] | None = None
+    measured: Mapping[str, Iterable[Any]], theory: Mapping[str, Any] | None = None
 ) -> Drawn:
     """Draw ledgers as stacked bars side by side, and theory as marks.
 
-    `measured` maps a name such as "ZeRO-1" to a `measure.Ledger`, or to one for each
-    rank. `theory` maps some of the names to bytes by kind, or to their sum; for each
-    rank, or once for all ranks. Raises ValueError for an empty ledger, unknown kinds
-    and names, and numbers of ranks that differ. Chapters 06 and 07.
+    `measured` maps a name such as "ZeRO-1" to a `measure.Ledger` for each rank.
+    `theory` maps some of the names to bytes by kind, or to their sum; for each rank, or
+    once for all ranks. Raises ValueError for an empty ledger, unknown kinds and names,
+    and numbers of ranks that differ. Chapter 07.
     """
-    bars = {name: _per_rank(has) for name, has in measured.items()}
+    bars = {name: list(ranks) for name, ranks in measured.items()}
     marks = {
         name: _per_rank(says, len(bars.get(name, ())))
         for name, says in (theory or {}).items()
@@ -36,19 +38,16 @@ def ledgers(
     kinds = [kind for kind in STACK if kind in kinds]
     every = [total_of(ledger) for group in bars.values() for ledger in group]
     unit, size = unit_of(max(every))
-    wide = len(every) == len(bars)  # one bar per name, wide enough for numbers
-    width, each = (0.7, 1.35) if wide else (0.86, 0.44)
-    shape = (max(6.0, 3.2 + each * (len(every) + len(bars) * (not wide))), 4)
-    figure, axes = canvas(shape)
+    figure, axes = canvas((max(6.0, 3.2 + 0.44 * (len(every) + len(bars))), 4))
     axes.set_ylim(0, 1.12 * max(every) / size)
     x, places = 0, {}
     for name, group in bars.items():
         places[name] = range(x, x + len(group))
         for at, ledger in zip(places[name], group, strict=True):
-            _draw_ledger(axes, at, ledger, kinds, size, width, wide)
+            _draw_ledger(axes, at, ledger, kinds, size)
         for at, says in zip(places[name], marks.get(name, ()), strict=False):
-            _draw_marks(axes, at, says, size, width)
-        x += len(group) + (not wide)
+            _draw_marks(axes, at, says, size)
+        x += len(group) + 1
     _name_ledgers(axes, places)
     axes.set_ylabel(f"resident on a rank [{unit}]")
     axes.grid(axis="y", **GRID)
@@ -76,11 +75,11 @@ def _in_words(group: Sequence[Any], kinds: Sequence[str], size: float) -> str:
     return texts[0] if len(set(texts)) == 1 else "; ".join(texts)
 
 
-def _per_rank(has: Any, ranks: int = 1) -> list[Any]:
-    """Return a list with one item per rank; a single ledger or number is repeated."""
-    if hasattr(has, "keys") or isinstance(has, int | float):
-        return [has] * max(1, ranks)
-    return list(has)
+def _per_rank(says: Any, ranks: int) -> list[Any]:
+    """Return theory's bytes for each rank; a single ledger or number is repeated."""
+    if hasattr(says, "keys") or isinstance(says, int | float):
+        return [says] * max(1, ranks)
+    return list(says)
 
 
 def _check_ledgers(
@@ -104,27 +103,20 @@ def _check_ledgers(
 
 
 def _draw_ledger(
-    axes: Axes, x: float, ledger: Mapping[str, float], kinds: Sequence[str],
-    size: float, width: float, wide: bool,
-) -> None:  # fmt: skip
-    """Draw a rank's ledger as a stacked bar, with numbers if it is `wide`."""
+    axes: Axes, x: float, ledger: Mapping[str, float], kinds: Sequence[str], size: float
+) -> None:
+    """Draw a rank's ledger as a stacked bar, with its sum above it."""
     low = 0.0
     for kind in kinds:
         has = ledger.get(kind, 0) / size
         if has:
-            axes.bar([x], [has], width, low, linewidth=0.8, **KIND_LOOKS[kind].bar)
-        if has > 0.06 * axes.get_ylim()[1] and wide:
-            look = KIND_LOOKS[kind]
-            box = {"fc": look.fill, "ec": "none", "pad": 1.5}
-            axes.text(x, low + has / 2, f"{has:.3g}", ha="center", fontsize=10,
-                      va="center_baseline", color=text_color(look.fill),
-                      bbox=box)  # fmt: skip
+            axes.bar([x], [has], WIDTH, low, linewidth=0.8, **KIND_LOOKS[kind].bar)
         low += has
     axes.annotate(f"{low:.3g}", (x, low), xytext=(0, 4), textcoords="offset points",
                   ha="center", fontsize=9, fontweight="bold")  # fmt: skip
 
 
-def _draw_marks(axes: Axes, x: float, says: Any, size: float, width: float) -> None:
+def _draw_marks(axes: Axes, x: float, says: Any, size: float) -> None:
     """Draw a mark at theory's sum, or at the upper end of each kind."""
     ends = [says / size] if not hasattr(says, "keys") else []
     if not ends:
@@ -135,21 +127,17 @@ def _draw_marks(axes: Axes, x: float, says: Any, size: float, width: float) -> N
             if says.get(kind, 0):
                 ends.append(low)
     for end in ends:
-        draw_mark(axes, x, end, width / 2 + 0.06)
+        draw_mark(axes, x, end, WIDTH / 2 + 0.06)
 
 
 def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
     """Write the names below the axis, and each rank's number in its colour."""
-    ranks = any(len(xs) > 1 for xs in places.values())
     ticks = [x for xs in places.values() for x in xs]
-    names = [f"{k}" if ranks else name for name, xs in places.items()
-             for k in range(len(xs))]  # fmt: skip
-    labels = axes.set_xticks(ticks, names)
+    ranks = [rank for xs in places.values() for rank in range(len(xs))]
+    labels = axes.set_xticks(ticks, [f"{rank}" for rank in ranks])
     axes.tick_params(axis="x", length=0)
-    if not ranks:
-        return
-    for tick, xs in zip(labels, names, strict=True):
-        color = rank_color(int(xs))
+    for tick, rank in zip(labels, ranks, strict=True):
+        color = rank_color(rank)
         box = {"fc": color, "ec": darker(color), "boxstyle": "round,pad=0.25"}
         tick.label1.set(bbox=box, color=text_color(color), fontsize=9)
     for name, xs in places.items():

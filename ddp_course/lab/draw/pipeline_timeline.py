@@ -49,18 +49,15 @@ class Work:
 def works_of(events: Iterable[Any], unit: float = 1.0) -> list[Work]:
     """Return the computations of all ranks, sorted by rank and start.
 
-    `events` are of one of three kinds. Events of `pipeline.simulate` have an action;
+    `events` are of one of two kinds. Events of `pipeline.simulate` have an action;
     their times are multiplied by `unit`. The times of `measure.Event`s become ms; their
     `detail` may name stage and microbatch, and only those of the lane "compute" are
-    used. `Work` is returned as it is. Raises ValueError if no event is a computation,
-    or if `unit` is not above 0.
+    used. Raises ValueError if no event is a computation, or if `unit` is not above 0.
     """
     check_positive("unit", unit)
     works = []
     for event in events:
-        if isinstance(event, Work):
-            works.append(event)
-        elif hasattr(event, "action"):
+        if hasattr(event, "action"):
             a, start, end = event.action, float(event.start), float(event.end)
             about = a.op, a.stage, a.microbatch
             works.append(Work(event.rank, *about, start * unit, end * unit))

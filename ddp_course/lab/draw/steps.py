@@ -29,30 +29,15 @@ NAME_W, SMALL_NAME_W, SENT_W = 66, 30, 84  # widths of the ranks' names and byte
 PANEL_TOP, PANEL_GAP = 20, 20
 
 
-def plan_step(plan: Plan, step: int) -> Drawing:
-    """Draw all buffers after `step` steps of `plan`, and the last step's messages.
-
-    Step 0 shows the buffers before anything was sent. Raises ValueError for a step that
-    the plan does not have, and for more ranks or chunks than can be drawn.
-    """
-    if isinstance(step, bool) or step not in range(plan.steps + 1):
-        raise ValueError(
-            f"step is {step!r}; {plan.name!r} has the steps 0 to {plan.steps}"
-        )
-    return _picture(plan, step)
-
-
 def collective(
     name: str = "all_reduce, ring", world_size: int = 4, step: int = 1
 ) -> Drawing:
     """Draw the plan `name` of the catalog among `world_size` ranks after `step` steps.
 
-    For sliders: a step beyond the last one shows the last, and says so. Raises
-    ValueError for an unknown name, a world_size outside 1 to 8 and a negative step.
+    Raises ValueError for an unknown name, a world_size outside 1 to 8 and a negative
+    step.
     """
-    plan = plan_named(name, world_size)
-    count("step", step, 0)
-    return _picture(plan, step)
+    return plan_step(plan_named(name, world_size), step)
 
 
 def plan_steps(plan: Plan) -> Drawing:
@@ -98,8 +83,14 @@ def panel(plan: Plan, step: int, buffer_width: float = 96) -> Drawing:
     return d
 
 
-def _picture(plan: Plan, step: int) -> Drawing:
-    """Draw the buffers after `step` steps, with names, bytes and a legend."""
+def plan_step(plan: Plan, step: int) -> Drawing:
+    """Draw all buffers after `step` steps of `plan`, and the last step's messages.
+
+    Step 0 shows the buffers before anything was sent. A step beyond the last one shows
+    the last, and says so. Raises ValueError for a negative step, and for more ranks or
+    chunks than can be drawn.
+    """
+    count("step", step, 0)
     buffers, shown = layout(plan), min(step, plan.steps)
     moved = [t for t in plan.transfers if t.step == shown - 1]
     where = f"after {shown} of {counted(plan.steps, 'step')}" if shown else _after(0)
