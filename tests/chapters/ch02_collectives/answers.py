@@ -230,9 +230,9 @@ ANSWERS = answers(
         real = tensor.real.contiguous() if tensor.is_complex() else tensor
         solutions.my_broadcast(real)
         tensor.copy_(real)
-    from_rank_0_to_all: With 4 ranks, rank 3 gets its message in step 3
-    along_a_chain: With 4 ranks, rank 3 gets its message in step 3
-    near_first: With 4 ranks, rank 3 gets its message in step 3
+    from_rank_0_to_all: With 6 ranks, rank 5 gets its message in step
+    along_a_chain: With 6 ranks, rank 5 gets its message in step
+    near_first: With 6 ranks, rank 5 gets its message in step
         rank, n = _me()
         distance = rank & -rank if rank else n
         if rank:
