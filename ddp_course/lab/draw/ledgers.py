@@ -14,7 +14,7 @@ from ddp_course.theory.checks import check_positive
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH = 0.86  # of a rank's bar
+BAR = 0.86  # width of each rank's bar
 
 
 @plot
@@ -110,7 +110,7 @@ def _draw_ledger(
     for kind in kinds:
         has = ledger.get(kind, 0) / size
         if has:
-            axes.bar([x], [has], WIDTH, low, linewidth=0.8, **KIND_LOOKS[kind].bar)
+            axes.bar([x], [has], BAR, low, linewidth=0.8, **KIND_LOOKS[kind].bar)
         low += has
     axes.annotate(f"{low:.3g}", (x, low), xytext=(0, 4), textcoords="offset points",
                   ha="center", fontsize=9, fontweight="bold")  # fmt: skip
@@ -127,7 +127,7 @@ def _draw_marks(axes: Axes, x: float, says: Any, size: float) -> None:
             if says.get(kind, 0):
                 ends.append(low)
     for end in ends:
-        draw_mark(axes, x, end, WIDTH / 2 + 0.06)
+        draw_mark(axes, x, end, BAR / 2 + 0.06)
 
 
 def _name_ledgers(axes: Axes, places: Mapping[str, range]) -> None:
