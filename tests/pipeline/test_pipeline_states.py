@@ -142,9 +142,11 @@ def refusals() -> dict[str, str]:
         PipelineParallel(model, "gpipe", 1, loss_fn=mse).step(ones, ones)
         PipelineParallel(model.eval(), "gpipe", 2, loss_fn=mse).step(ones, ones)
     tokens = torch.tensor([0, 1, -100, 0])
-    words = PipelineParallel(norm.eval(), "gpipe", 2, loss_fn=F.cross_entropy)
+    words = PipelineParallel(norm.eval(), "gpipe", 2)  # the loss is cross-entropy
     results["ignored"] = refused(words.step, ones, tokens)
-    words.step(ones, tokens[[0, 2, 1, 2]])  # a half of each microbatch
+    halves = tokens[[0, 2, 1, 2]]  # a half of each microbatch counts
+    expected = F.cross_entropy(norm(ones), halves).detach()
+    torch.testing.assert_close(words.step(ones, halves), expected)
     lbfgs = torch.optim.LBFGS(pipeline.parameters())
     results["lbfgs"] = said(ValueError, lbfgs.step, lambda: None)
     results["state"] = refused(partial(load_full_state_dict, pipeline), {"a": x})
