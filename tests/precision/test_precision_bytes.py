@@ -146,13 +146,3 @@ def test_16_and_megatrons_18_and_20_are_measured():
     model(x, x)[1].backward()
     count("mixed-fp32-gradients")
     assert found == [16, 20, 18]
-
-
-def test_what_megatron_shards_is_6_and_12_or_4_and_16():
-    for name, whole, sharded in (
-        ("fp32", 8, 8),
-        ("mixed-fp32-gradients", 6, 12),
-        ("mixed-both-gradients", 4, 16),
-    ):
-        found = model_states(PSI, 4, 1, precision=name).total
-        assert found == PSI * (whole + sharded / 4)
