@@ -65,7 +65,7 @@ def everything() -> dict:
     results["pytorch", "groups"] = train(**PYTORCHS, **WITH_GROUPS)
     results |= {("fake", name): train(**fake) for name, fake in FAKES.items()}
     make = WAYS["small"]["make"]
-    results |= {("of", name): train(make, name, 3) for name in OPTIMIZERS}
+    results |= {("of", name): train(make, name) for name in OPTIMIZERS}
     return results
 
 
@@ -87,10 +87,10 @@ def test_the_same_training_as_one_process_and_as_pytorch():
         assert not wrong((way, "pytorch"), results[0]["pytorch"]), way
     assert not wrong(("pytorch", "groups"), train(None, **WITH_GROUPS, one_type=True))
     for name, fake in FAKES.items():
-        arguments = {**fake, "make": None, "steps": 3}
+        arguments = {**fake, "make": None}
         assert wrong(("fake", name), train(**arguments)), f"{name} not seen"
     for name in OPTIMIZERS:  # any that treats each element alone
-        assert not wrong(("of", name), train(None, name, 3)), name
+        assert not wrong(("of", name), train(None, name)), name
 
 
 # ---- how gradients add up ------------------------------------------------------------
@@ -131,7 +131,7 @@ def layers_of(used, rank: int) -> list[int]:
 
 
 def steps_of(make: Make | None, name: str, set_to_none: bool = True) -> list:
-    """Return the parameters after each of three steps; momentum and decay tell.
+    """Return the parameters after each of two steps; momentum and decay tell.
 
     Without `make`: of one process that does what three ranks do.
     """
@@ -140,7 +140,7 @@ def steps_of(make: Make | None, name: str, set_to_none: bool = True) -> list:
     make = make or (lambda params, cls, **defaults: cls(params, **defaults))
     opt = make(model.parameters(), SGD, **kwargs)
     alone, found = isinstance(opt, SGD), []
-    for step in range(3):
+    for step in range(2):
         opt.zero_grad(set_to_none=set_to_none)
         with ExitStack() as stack:
             for k, (used, sync) in enumerate(STEPS["all" if step == 0 else name]):

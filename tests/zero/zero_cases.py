@@ -140,7 +140,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 def train(
     make: Make | None,
     optimizer: str = "adamw",
-    steps: int = 3,
+    steps: int = 2,
     groups: bool = False,
     clip: float | None = None,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
@@ -158,7 +158,7 @@ def train(
     cls, defaults = OPTIMIZERS[optimizer]
     params = groups_of(model) if groups else model.parameters()
     opt = cls(params, **defaults) if alone else make(params, cls, **defaults)
-    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.3) if groups else None
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.3) if groups else None
     run = Trained()
     for step in range(steps):
         x, y = batch(step) if alone else map(share, batch(step))
