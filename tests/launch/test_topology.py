@@ -48,18 +48,6 @@ def test_wrong_mappings_are_caught(wrong):
 
 
 @given(topologies, st.data())
-def test_same_node_is_an_equivalence_of_as_many_ranks_as_a_node_has(topology, data):
-    a, b = (
-        topology.place(data.draw(st.integers(0, topology.world_size - 1)))
-        for _ in range(2)
-    )
-    assert a.same_node(a.rank)
-    assert a.same_node(b.rank) == b.same_node(a.rank) == (a.node_rank == b.node_rank)
-    neighbours = [r for r in range(topology.world_size) if a.same_node(r)]
-    assert len(neighbours) == topology.nproc_per_node
-
-
-@given(topologies, st.data())
 def test_a_rank_finds_its_place_in_its_environment(topology, data):
     place = topology.place(data.draw(st.integers(0, topology.world_size - 1)))
     assert here(place.environment()) == place
