@@ -32,7 +32,6 @@ from zero_cases import (
 )
 
 from ddp_course import collectives
-from ddp_course.launch import spawn
 from ddp_course.pipeline.pipeline_parallel import defer_averaging
 from ddp_course.zero import Zero1, Zero2
 
@@ -69,8 +68,8 @@ def everything() -> dict:
     return results
 
 
-def test_the_same_training_as_one_process_and_as_pytorch():
-    results = spawn(everything, world_size=3, output="none")
+def test_the_same_training_as_one_process_and_as_pytorch(three_ranks):
+    results = three_ranks["everything"]
     alone, in_groups = train(None), train(None, **WITH_GROUPS)
     assert min(in_groups.norms) > 2 * WITH_GROUPS["clip"]  # it does clip
 
@@ -270,4 +269,4 @@ def test_no_more_buckets_than_allowed_have_memory_and_none_afterwards(three_rank
                 assert parked > 0
 
 
-three_ranks = launched(3, adding_up, in_another_order_every_way, windows)
+three_ranks = launched(3, everything, adding_up, in_another_order_every_way, windows)
