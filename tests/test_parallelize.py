@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp_course import train as train_module
 from ddp_course.launch import RankError, spawn
 from ddp_course.mesh import Axes, Mesh
-from ddp_course.model import GPTConfig, build_gpt
+from ddp_course.model import PRESETS, GPTConfig, build_gpt
 from ddp_course.parallelize import clip_gradients, optimizer_for, parallelize
 from ddp_course.spec import AXES, DATA_PARALLEL, layout_for
 from ddp_course.tensor_parallel import axis as tp_axis
@@ -120,7 +120,13 @@ def rows_of(rows, **asked):
     return partial(layout_for(4, **asked).check, batch_size=rows)
 
 
-test_rows_are_shared_along_dp_and_among_microbatches = refused(
+def sizes_of(config, **asked):
+    """Return a call that asks whether a layout can divide such a model."""
+    layout = layout_for(asked.get("tp", asked.get("pp")), **asked)
+    return partial(layout.check, config=config)
+
+
+test_rows_and_sizes_are_shared_along_each_axis = refused(
     (rows_of(3, tp=2), "3 rows cannot be shared equally by 2 replicas; make"),
     (rows_of(6, pp=2), "3 rows .* into 4 microbatches; make the batch size 8 or mo"),
     (
@@ -129,6 +135,8 @@ test_rows_are_shared_along_dp_and_among_microbatches = refused(
     ),
     (rows_of(8.0, tp=2), "batch_size is 8.0; it must be a whole number, 1 or more"),
     (partial(layout_for(4).check, config="1m"), "config is '1m'; it must be a GPTCon"),
+    (sizes_of(DEEP, tp=3), "n_head is 4, which 3 ranks cannot share equally"),
+    (sizes_of(PRESETS["1m"], pp=4, schedule="interleaved"), "has 8 stages, and .* 6 l"),
 )
 PLAIN, ALONE = nn.Linear(2, 2), layout_for(1)
 test_what_is_no_layout_no_group_and_no_model_is_refused = refused(
@@ -296,21 +304,6 @@ def test_a_rank_keeps_nothing_of_the_model_but_its_own_part(ranks):
     assert all(own < left for own, left in plant)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text", "message"),
-    [
-        (3, {"tp": 3}, "3"),  # 4 heads
-        (4, {"pp": 4, "schedule": "interleaved", "preset": "1m"}, "6"),
-    ],
-)
-def test_a_model_that_cannot_be_cut_is_refused_on_all_ranks(ranks, text, message):
-    def work():
-        return said(ValueError, train, 1, **{**CURVE, "batch_size": 12, **text})
-
-    texts = spawn(work, world_size=ranks, timeout=60)
-    assert len(set(texts)) == 1 and message in texts[0]
-
-
 def test_what_fails_on_one_rank_is_raised_on_all_ranks_of_all_axes():
     """The other replica would otherwise go on, and wait for this one's gradients."""
 
@@ -318,12 +311,15 @@ def test_what_fails_on_one_rank_is_raised_on_all_ranks_of_all_axes():
         raise ValueError("no room for this part")
 
     def work():
+        eight_stages = {"preset": "1m", "pp": 4, "schedule": "interleaved"}
+        uncut = said(ValueError, train, 1, **CURVE | eight_stages)
         if dist.get_rank() == 3:
             tp_axis.tensor_parallel = fail
-        return said(ValueError, train, 1, **CURVE, tp=2)
+        return said(ValueError, train, 1, **CURVE, tp=2), uncut
 
-    texts = spawn(work, world_size=4, timeout=60)
-    assert all("no room for this part" in text for text in texts), texts
+    for text, uncut in spawn(work, world_size=4, timeout=60):
+        assert "no room for this part" in text
+        assert "has 8 stages, and the model has 6 layers" in uncut
 
 
 def test_ranks_that_were_told_other_layouts_say_so():
