@@ -160,9 +160,6 @@ ANSWERS = answers(
         groups[int(os.environ["GROUP_RANK"])] => groups[dist.get_rank() >= size]
     only_members_know: rank 0 got `[0, 1, 2]`
         dist.new_group(list(range(first, first + size) => list(range(first, first + size
-    only_my_own_by_another_name: while rank 3 called `new_group([3, 4, 5])`
-        node, size = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        return dist.new_group(list(range(node * size, (node + 1) * size)))
     only_node_0: called `new_group([0, 1, 2])` while rank 3 returned
         if os.environ["GROUP_RANK"] == "0":
             return dist.new_group(list(range(int(os.environ["LOCAL_WORLD_SIZE"]))))
