@@ -26,8 +26,7 @@ from ddp_course.mechanisms.assembly import (
     load_full_optimizer_state,
 )
 from ddp_course.mechanisms.divided import DividedModule
-from ddp_course.mechanisms.nested import groups_around
-from ddp_course.mechanisms.placements import clip_grad_norm_
+from ddp_course.mechanisms.placements import clip_grad_norm_, groups_around
 from ddp_course.mechanisms.states import HasState, Whole
 from ddp_course.mechanisms.whole_state import (
     full_state_dict,

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ddp_course.local_sgd.local import AllReduce, Group, LocalSteps, OuterSteps
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.frozen import Frozen
-from ddp_course.mechanisms.guards import watch
 from ddp_course.theory.checks import check_not_negative, check_positive
 
 
@@ -160,7 +159,6 @@ class AgreedScaler:
         """Watch for a GradScaler; set `groups`, over which its decisions must agree."""
         if dist.is_initialized():
             local.groups = (local.group,)
-            watch()
 
 
 class AverageErrors:

@@ -12,7 +12,6 @@
     timeline    the events of a backward pass, for the open event logs
     placements  which part of which parameter of the plain model a rank has; the norm of
                 the whole gradient
-    nested      divide tensors that some of the same ranks have divided before
     divided     a divided module, and its names and shapes before the division
     assembly    whole tensors and optimizer states, added up from the ranks' parts
     whole_state the full states of a divided module
@@ -29,6 +28,7 @@
 Chapters 04 to 13 explain them.
 """
 
-from ddp_course.mechanisms import trial
+from ddp_course.mechanisms import guards, trial
 
-trial.watch()  # here, so that no strategy has to call it
+guards.watch()  # here, so that no strategy has to call them
+trial.watch()

@@ -1,7 +1,8 @@
 """Guards around PyTorch's own tools, which would silently be wrong on sharded models.
 
-PyTorch's tools assume one process. As soon as a strategy that shards parameters is
-constructed, these tools are guarded in this process:
+PyTorch's tools assume one process. `mechanisms/__init__.py` guards these tools in every
+process that imports a strategy. Where no strategy has divided a parameter, or averages
+parts of its gradient (`placements` has these notes), the tools work as before. Guarded:
 
     an optimizer constructed earlier      refused at its first step: the model no longer
                                           uses the parameters that it steps
@@ -10,6 +11,8 @@ constructed, these tools are guarded in this process:
     torch.amp.GradScaler                  if a gradient is inf on one rank, all ranks
                                           skip the step. (Otherwise only that rank
                                           would, and the replicas would differ.)
+    torch.nn.utils.clip_grad_value_,      refused with ZeRO 2 if there is no gradient:
+    get_total_norm                        they are in the optimizer's shards
 
 `trial` refuses optimizers that use whole tensors, or several at once. PyTorch has a
 hook for the steps of optimizers. The other tools have none, so the guards wrap a
@@ -17,7 +20,6 @@ function of each. Chapters 05 and 07 to 10.
 """
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,26 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import utils
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ddp_course.mechanisms.placements import PLACED, device_of, groups_of, placed
-
-# A parameter with only a part of its averaged gradient -> the optimizer that averages.
-AVERAGED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def leave_behind(parameters: Iterable[Tensor], by: str) -> None:
-    """Record that the strategy `by` trains other tensors in place of these."""
-    watch()
-    for parameter in parameters:
-        parameter.left_behind = by
-
-
-def mark_part_averaged(parameters: Iterable[Tensor], optimizer: Optimizer) -> None:
-    """Record that `optimizer` averages only parts of these parameters' gradients."""
-    watch()
-    for parameter in parameters:
-        AVERAGED[parameter] = weakref.ref(optimizer)
+from ddp_course.mechanisms.placements import (
+    AVERAGED,
+    PLACED,
+    device_of,
+    groups_of,
+    placed,
+)
 
 
 @functools.cache
@@ -54,6 +44,8 @@ def watch() -> None:
     register_optimizer_step_pre_hook(_check_step)
     put_inside(utils.clip_grads_with_norm_, _clip_refusing_parts)
     put_inside(utils.get_total_norm, _norm_refusing_parts)
+    put_inside(utils.get_total_norm, _refusing_nothing(lambda gradient: gradient))
+    put_inside(utils.clip_grad_value_, _refusing_nothing(lambda p: p.grad))
     _put_around(torch.amp.GradScaler, "_unscale_grads_", _unscale_agreed)
 
 
@@ -114,6 +106,27 @@ def _norm_refusing_parts(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return norm(tensors, *args, **kwargs)
 
     return checked
+
+
+def _refusing_nothing(gradient_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a wrapper that refuses to clip nothing while gradients are in shards."""
+
+    def wrap(clip: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = _as_list(tensors)
+            known = (optimizer() for optimizer in AVERAGED.values())
+            in_shards = any(getattr(one, "gradients_in_shards", False) for one in known)
+            if in_shards and all(gradient_of(tensor) is None for tensor in tensors):
+                raise RuntimeError(
+                    "no parameter has a gradient to clip: this rank's shards of the "
+                    "gradients are in the optimizer. Call its clip_grad_norm_ instead, "
+                    "or use ZeroRedundancyOptimizer (stage 1)"
+                )
+            return clip(tensors, *args, **kwargs)
+
+        return checked
+
+    return wrap
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

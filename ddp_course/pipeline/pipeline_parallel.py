@@ -35,7 +35,6 @@ from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.launch.deadlock import checked_group
 from ddp_course.mechanisms.agreement import agreed, check_module, form_of
 from ddp_course.mechanisms.divided import DividedModule, PlainModel, groups_before
-from ddp_course.mechanisms.guards import watch
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import OnRanks, place
@@ -130,7 +129,6 @@ class PipelineParallel(DividedModule, Pipeline):
         super().__init__(model, schedule, counts, None, mean_loss, group)
         self.rank, self.plan, self.plain = rank, plan, PlainModel.of(model)
         self.groups = (*groups_before(model), group)
-        watch()
         pairs, users = model.named_parameters(), plan.holders
         self.parameters_by_name = {n: p for n, p in pairs if rank in users[n]}
         for name, parameter in self.parameters_by_name.items():

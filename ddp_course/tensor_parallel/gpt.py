@@ -37,11 +37,11 @@ from ddp_course.collectives.meeting import meeting
 from ddp_course.collectives.patience import patient, threads_of
 from ddp_course.mechanisms.divided import DividedModule, PlainModel
 from ddp_course.mechanisms.exchange import MessageExchange
-from ddp_course.mechanisms.guards import leave_behind
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import (
     Replicate,
     Shard,
+    leave_behind,
     place,
 )
 from ddp_course.model import GPT, GPTConfig

@@ -22,11 +22,14 @@ from ddp_course.mechanisms.assembly import (
 )
 from ddp_course.mechanisms.buckets import LiveBucket, Slot
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.guards import mark_part_averaged
 from ddp_course.mechanisms.hooks import while_alive
-from ddp_course.mechanisms.nested import place_piece
 from ddp_course.mechanisms.parts import announce
-from ddp_course.mechanisms.placements import Flat, placed
+from ddp_course.mechanisms.placements import (
+    Flat,
+    mark_part_averaged,
+    place_piece,
+    placed,
+)
 from ddp_course.zero.options import copy_options
 from ddp_course.zero.shards import ShardedBucket, names_of
 

@@ -5,19 +5,15 @@
 Chapter 07.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.guards import AVERAGED, is_partial, put_inside
 from ddp_course.zero.optimizer_guards import ADVICE
 from ddp_course.zero.stage2 import SMALLER_CAP_MB, Zero2
 from ddp_course.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -44,6 +40,8 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
     FSDP's SHARD_GRAD_OP is close to it. Rajbhandari et al. 2020, section 5.2.
     Chapter 07.
     """
+
+    gradients_in_shards = True  # and in no `grad`; `mechanisms.guards` reads it
 
     def __init__(
         self,
@@ -79,37 +77,10 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
         )
 
 
-@functools.cache
-def watch_empty_clips() -> None:
-    """Prevent PyTorch's clipping from silently clipping nothing."""
-    put_inside(clip_grad_value_, lambda clip: _checked(clip, lambda p: p.grad))
-    put_inside(get_total_norm, lambda norm: _checked(norm, lambda gradient: gradient))
-
-
-def _checked(clip: Callable[..., Any], gradient_of: Callable[[Any], Any]) -> Any:
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if any(map(is_partial, AVERAGED)) and all(
-            gradient_of(t) is None for t in tensors
-        ):
-            raise RuntimeError(
-                "no parameter has a gradient to clip: this rank's shards of the "
-                "gradients are in the optimizer. Call its clip_grad_norm_ instead, or "
-                "use ZeroRedundancyOptimizer (stage 1)"
-            )
-        return clip(tensors, *args, **kwargs)
-
-    return checked
-
-
 class ShardsOnly:
     """A guard of stage 2: refuses gradients outside of the shards, and stale shards."""
 
     stepped = False  # whether a step has used the present shards
-
-    def row_made(self, optimizer: Any, *_: Any) -> None:
-        """Watch for PyTorch's gradient clipping, once the buckets exist."""
-        watch_empty_clips()
 
     def pass_begins(self, engine: Engine) -> None:
         """Raise RuntimeError if the shards were not zeroed after the last step."""

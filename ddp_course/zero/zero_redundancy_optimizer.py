@@ -21,8 +21,11 @@ from torch.optim import Optimizer
 from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.mechanisms import shard_collectives
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB
-from ddp_course.mechanisms.nested import groups_around
-from ddp_course.mechanisms.placements import clip_grad_norm_, groups_of
+from ddp_course.mechanisms.placements import (
+    clip_grad_norm_,
+    groups_around,
+    groups_of,
+)
 from ddp_course.mechanisms.recovery import AgreeUnused, Recovery
 from ddp_course.zero.optimizer_guards import (
     Alone,

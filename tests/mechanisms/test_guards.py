@@ -28,11 +28,12 @@ from ddp_course.mechanisms.divided import DividedModule
 from ddp_course.mechanisms.whole_state import full_state_dict
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel
-from ddp_course.tensor_parallel import tensor_parallel
+from ddp_course.tensor_parallel import gpt, tensor_parallel
 from ddp_course.zero import (
     FullyShardedDataParallel,
     ShardedGradientOptimizer,
     ZeroRedundancyOptimizer,
+    sharded_parts,
 )
 from ddp_course.zero.sharded_parts import ParameterGuard
 
@@ -357,9 +358,9 @@ def rungs(strategy: str) -> tuple[str, ...]:
 
 def without_guards() -> None:
     """The plant: nobody looks after anything."""
-    guards._put_around = lambda owner, name, make: None
-    guards.put_inside = lambda decorated, make: None
-    guards._check_step = lambda optimizer, args, kwargs: None
+    guards.is_partial = lambda parameter: False
+    guards.seen_by_all = lambda optimizer, own: own
+    sharded_parts.leave_behind = gpt.leave_behind = lambda parameters, by: None
     frozen.Frozen.check = lambda self: None
     DividedModule.find_unplaced = lambda self: None
     ParameterGuard.before_forward = lambda self, fsdp: None
