@@ -47,7 +47,7 @@ from ddp_course.context_parallel.gpt import context_parallel
 from ddp_course.experts.axis import expert_parallel
 from ddp_course.mechanisms.agreement import digest, kind_of
 from ddp_course.mechanisms.buckets import bucket_plan
-from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.graph import tensors_in
 from ddp_course.parallelize import whole
 from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import tensor_parallel

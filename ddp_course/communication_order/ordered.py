@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from ddp_course.communication_order.pieces import InPieces
 from ddp_course.mechanisms.buckets import LiveBucket, bucket_plan
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.hooks import Averager, on_backward, tensors_in, while_alive
+from ddp_course.mechanisms.graph import tensors_in
+from ddp_course.mechanisms.hooks import Averager, on_backward, while_alive
 from ddp_course.mechanisms.parts import announce
 
 WHOLE = 1e9  # MiB: a bucket for each layer, however large

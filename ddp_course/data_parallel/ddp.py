@@ -39,7 +39,8 @@ from ddp_course.mechanisms.buckets import (
 from ddp_course.mechanisms.comm_hook import CommHook, Hook
 from ddp_course.mechanisms.engine import AllReduceBuckets, Engine
 from ddp_course.mechanisms.frozen import KeepFrozen
-from ddp_course.mechanisms.hooks import on_backward, tensors_in
+from ddp_course.mechanisms.graph import tensors_in
+from ddp_course.mechanisms.hooks import on_backward
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.recovery import Recovery
 from ddp_course.mechanisms.timeline import RecordBackward

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel as PyTorchDDP
 
 from ddp_course.data_parallel.naive import NaiveDistributedDataParallel
-from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.graph import tensors_in
 from ddp_course.mechanisms.timeline import Timeline, span
 
 

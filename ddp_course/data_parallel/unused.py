@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.mechanisms.engine import Engine
-from ddp_course.mechanisms.hooks import leaves_below, tensors_in
+from ddp_course.mechanisms.graph import leaves_below, tensors_in
 
 ADVICE = (
     "All parameters must take part in the loss. If they need not, pass "

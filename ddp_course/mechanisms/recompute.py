@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
-from ddp_course.mechanisms.hooks import leaves_below
+from ddp_course.mechanisms.graph import leaves_below
 
 
 class NaiveRecompute(torch.autograd.Function):

@@ -30,7 +30,7 @@ from ddp_course.collectives.patience import patient, socket_threads
 from ddp_course.launch.deadlock import CollectiveError
 from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.frozen import Frozen, added_too_late, check_first_order
-from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.graph import tensors_in
 from ddp_course.mechanisms.placements import leave_behind
 from ddp_course.zero.stage3_simple import SimpleFullyShardedDataParallel as Sharded
 from ddp_course.zero.unit_storage import FlatStorage, Freed, ShardedError, Unit

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ddp_course.mechanisms.hooks import tensors_in
+from ddp_course.mechanisms.graph import tensors_in
 from ddp_course.mechanisms.parts import announce
 from ddp_course.zero.unit_storage import FlatStorage, ShardMessages, Unit, places_in
 from ddp_course.zero.units import Chosen, unit_plan
