@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from ddp_course.collectives import meeting
 from ddp_course.communication_order.ordered import limit_optimizer, options_of
-from ddp_course.mechanisms.agreement import agreed, check_module, form_of
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.graph import tensors_in
 from ddp_course.mechanisms.hooks import while_alive
+from ddp_course.mechanisms.replicable import check_module, form_of
 
 
 class SameStart:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_course.mechanisms.agreement import agreed, check_module, form_of
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.buckets import bucket_plan
+from ddp_course.mechanisms.replicable import check_module, form_of
 
 
 class SameModel:

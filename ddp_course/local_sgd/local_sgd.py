@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_course.local_sgd.local import AllReduce, Group, LocalSteps, OuterSteps
-from ddp_course.mechanisms.agreement import agreed, check_module, form_of
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.frozen import Frozen
+from ddp_course.mechanisms.replicable import check_module, form_of
 from ddp_course.theory.checks import check_not_negative, check_positive
 
 

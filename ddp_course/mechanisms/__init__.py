@@ -1,13 +1,15 @@
 """Floor 1: tools that several strategies share; strategies never import each other.
 
     parts       objects to which a strategy announces its moments
-    agreement   do all ranks have the same modules and arguments? compared once
+    agreement   do all ranks have the same arguments? compared once
+    replicable  which modules can be replicated, and what all ranks must have alike
     broadcast   send one rank's tensors to all
     engine      gradient -> bucket -> launch in order -> wait; a reducer sends buckets
     buckets     which gradients are sent together: plain data
     comm_hook   a user's function that sends a bucket, as in PyTorch
     host_memory the memory of the CPU beside the device, and the slow link to it
     hooks       calls from autograd when a gradient has been accumulated
+    graph       the tensors that a backward pass will reach
     recovery    flags exchanged after every pass: failed passes, missing gradients
     timeline    the events of a backward pass, for the open event logs
     placements  which part of which parameter of the plain model a rank has; the norm of

@@ -2,9 +2,9 @@
 
     agreed              compute a value on every rank and compare a form; all ranks
                         return, or all raise the same error
-    form_of             the properties of a module that must be the same on all ranks
-    why_not_replicable  why a module cannot be replicated
     kind_of, describe   a tensor as text, for comparison
+
+`replicable.form_of` returns the form of a module.
 
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. The promise begins at construction. The ranks compare the form (names,
@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_course.launch.deadlock import (
     DeadlockError,
@@ -142,47 +142,7 @@ def differences(forms: Sequence[Form], ranks: Sequence[int]) -> str:
     return f"the ranks differ. {'; '.join(found[:SHOWN])}{more}"
 
 
-# ---- modules and tensors in words ---------------------------------------------------
-
-
-def form_of(module: nn.Module, **options: Any) -> Form:
-    """Return what must be the same on all ranks: name -> description.
-
-    For a module that cannot be replicated (`check_module`), only the options.
-    """
-    form = {f"argument {name}": repr(value) for name, value in options.items()}
-    if why_not_replicable(module):
-        return form
-    for name, p in module.named_parameters():
-        strides = "" if p.is_contiguous() else f", strides {list(p.stride())}"
-        where = f"on {p.device.type}, requires_grad={p.requires_grad}{strides}"
-        form[name] = f"{kind_of(p)} {where}"
-    for name, b in module.named_buffers():
-        form[f"buffer {name}"] = f"{kind_of(b)} on {b.device.type}"
-    return form
-
-
-def why_not_replicable(module: Any) -> str | None:
-    """Return why this module cannot be replicated, or None."""
-    if not isinstance(module, nn.Module):
-        return f"module is a {type(module).__name__}; it must be a torch.nn.Module"
-    named = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in named:
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            return f"{name} has no shape yet; run the module once before wrapping it"
-        if tensor.is_meta:
-            return f"{name} is on the meta device: it has no values to replicate"
-    for name, p in module.named_parameters():
-        if problem := stepped_in_backward(name, p):
-            return problem
-    if not any(p.requires_grad for p in module.parameters()):
-        return "the module has no parameter that requires a gradient; use it unwrapped"
-    for name, layer in module.named_modules():
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
-            return f"{name} has sparse gradients; only dense ones can be bucketed"
-        if isinstance(layer, nn.SyncBatchNorm) and not layer.weight.is_cuda:
-            return f"{name} is a SyncBatchNorm, which PyTorch has on GPUs only"
-    return None
+# ---- tensors in words ---------------------------------------------------------------
 
 
 def stepped_in_backward(name: str, parameter: Tensor) -> str | None:
@@ -191,12 +151,6 @@ def stepped_in_backward(name: str, parameter: Tensor) -> str | None:
         f"an optimizer steps {name} in backward, before its gradient is averaged: the "
         "replicas would diverge. Step after backward"
     )
-
-
-def check_module(module: Any) -> None:
-    """Raise ValueError if this module cannot be replicated."""
-    if problem := why_not_replicable(module):
-        raise ValueError(problem)
 
 
 def kind_of(value: Any) -> str:

@@ -33,11 +33,12 @@ from torch import Tensor, nn
 
 from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.launch.deadlock import checked_group
-from ddp_course.mechanisms.agreement import agreed, check_module, form_of
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.divided import DividedModule, PlainModel, groups_before
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import OnRanks, place
+from ddp_course.mechanisms.replicable import check_module, form_of
 from ddp_course.pipeline.backward import Recomputed, SplitBackward
 from ddp_course.pipeline.batch_checks import MeanLoss, SameBatch
 from ddp_course.pipeline.forms import Forms, PipelineError

@@ -16,15 +16,9 @@ from torch.autograd import Variable
 
 from ddp_course.collectives.meeting import Meeting, meeting
 from ddp_course.launch.deadlock import CollectiveError, by_text
-from ddp_course.mechanisms.agreement import (
-    agreed,
-    describe,
-    digest,
-    form_of,
-    kind_of,
-    why_not_replicable,
-)
+from ddp_course.mechanisms.agreement import agreed, describe, digest, kind_of
 from ddp_course.mechanisms.frozen import check_first_order
+from ddp_course.mechanisms.replicable import form_of, why_not_replicable
 from ddp_course.model import GPT, check_tokens
 
 SHARED = ("n_head", "vocab_size")  # must be multiples of the number of ranks

@@ -2,8 +2,7 @@
 
 Read the modules in this order:
 
-    naive, options
-                  `NaiveZeroRedundancyOptimizer`: each parameter has one owner
+    naive         `NaiveZeroRedundancyOptimizer`: each parameter has one owner
     shards        which rank owns which elements: plain data
     stage1        `Zero1`: optimizer states are sharded
     stage2        `Zero2`: gradients are sharded, too

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp_course.zero.options import copy_options
-
 
 def deal(numels: Sequence[int], loads: Sequence[int]) -> tuple[int, ...]:
     """Return, for each parameter, the rank that owns it.
@@ -120,3 +118,15 @@ class NaiveZeroRedundancyOptimizer(Optimizer):
         numbers = parameter.detach().contiguous()
         dist.broadcast(numbers, group=self.process_group, group_src=owner)
         parameter.copy_(numbers)
+
+
+def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Copy learning rates and other options from one optimizer's groups to another's.
+
+    Schedulers change the options of the outer optimizer, and some inner optimizers
+    change their own. `shards` has this function, too: a naive rung imports only torch.
+    """
+    for source_group, target_group in zip(source, target, strict=True):
+        for name, value in source_group.items():
+            if name not in ("params", "param_names"):
+                target_group[name] = value

@@ -25,8 +25,7 @@ from ddp_course.mechanisms.buckets import LiveBucket, Slot, bucket_plan
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.mechanisms.engine import Engine
 from ddp_course.mechanisms.hooks import listeners
-from ddp_course.zero.options import copy_options
-from ddp_course.zero.shards import names_of
+from ddp_course.zero.shards import copy_options, names_of
 
 Groups = list[dict[str, Any]]  # parameter groups, as PyTorch keeps them
 

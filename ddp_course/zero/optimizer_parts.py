@@ -1,6 +1,6 @@
 """Parts that turn the readable stages 1 and 2 into ZeroRedundancyOptimizer.
 
-    Guarded            registers the parameters with the guards in PyTorch's tools
+    Guarded            leaves notes for the guards around PyTorch's tools
     Places             records which elements of which parameter each piece has
     ConsolidatedState  gathers the states of all pieces, and divides them again
     AddsUp             stage 1: adds up several backward passes until `zero_grad`
@@ -30,12 +30,11 @@ from ddp_course.mechanisms.placements import (
     place_piece,
     placed,
 )
-from ddp_course.zero.options import copy_options
-from ddp_course.zero.shards import ShardedBucket, names_of
+from ddp_course.zero.shards import ShardedBucket, copy_options, names_of
 
 
 class Guarded:
-    """A part that registers the parameters with `mechanisms.guards`."""
+    """A part that leaves notes on the parameters, for `mechanisms.guards`."""
 
     def row_made(
         self, optimizer: Any, bucket: ShardedBucket, parameters: dict[str, Tensor]

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from ddp_course.mechanisms.buckets import BUCKET_CAP_MB, LiveBucket, Slot, view_of
 from ddp_course.mechanisms.engine import BucketReducer, Engine
 from ddp_course.mechanisms.parts import announce
-from ddp_course.zero.options import copy_options
 from ddp_course.zero.shards import (
     RowPiece,
     ShardedBucket,
+    copy_options,
     names_of,
     shard_of,
     shard_plan,

@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course.collectives.meeting import quick_exchange
 from ddp_course.launch.deadlock import CollectiveError, checked_group
-from ddp_course.mechanisms.agreement import agreed, form_of, why_not_replicable
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.divided import DividedModule, PlainModel, groups_before
 from ddp_course.mechanisms.hooks import listeners
 from ddp_course.mechanisms.parts import announce
 from ddp_course.mechanisms.placements import Flat, place
+from ddp_course.mechanisms.replicable import form_of, why_not_replicable
 from ddp_course.mechanisms.shard_collectives import (
     Followed,
     all_gather_single,
