@@ -207,7 +207,7 @@ def test_planted_imports_are_seen(name, source):
 @pytest.mark.parametrize(
     "source",
     [
-        "from ddp_course.mechanisms.hooks import on_gradient"
+        "from ddp_course.mechanisms.hooks import on_gradient",
         "def f():\n    import ddp_course.train",
         "import importlib\nimportlib.import_module('ddp_course.zero')",
         "import_module(f'{__name__}.{name}')",
