@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 from fsdp_cases import GPT, batch
 from on_ranks import launched
 from refusals import refused
 from torch import nn
 
+from ddp_course.chapters.ch08_fsdp import imagined_gpu, offload_runs
 from ddp_course.chapters.ch08_fsdp.imagined_gpu import BACKWARD, FORWARD
 from ddp_course.chapters.ch08_fsdp.offload_runs import run_each, seconds_by_formula
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import MemoryLog
+from ddp_course.mechanisms import host_memory
 from ddp_course.mechanisms.host_memory import HostMemory, Lane
 from ddp_course.model import build_gpt
 from ddp_course.zero import (
@@ -176,15 +181,23 @@ def test_a_step_of_zero_offload_copies_each_parameter_out_and_back():
 # ---- time ----------------------------------------------------------------------------
 
 BANDWIDTH = 25e6
+IN_TIME = (
+    host_memory,
+    imagined_gpu,
+    offload_runs,
+)  # modules that sleep and read clocks
+
+
+def seconds_of_matrices(model: nn.Module) -> float:
+    """Return how long the imagined GPU computes a row's products, both ways."""
+    layers = (m for m in model.modules() if isinstance(m, nn.Linear))
+    return sum(m.weight.numel() for m in layers) * (FORWARD + BACKWARD)
 
 
 def least_seconds() -> dict[str, float]:
     """Return the least seconds of each way of `offload_runs`, on one rank."""
-    block = build_gpt("1m").blocks[0]
-    layers = [m for m in block.modules() if isinstance(m, nn.Linear)]
-    per_block = sum(m.weight.numel() for m in layers) * (FORWARD + BACKWARD)
+    computing = 4 * seconds_of_matrices(build_gpt("1m").blocks[0])
     assert BACKWARD == 2 * FORWARD
-    computing = 4 * per_block
     least = {"all on the GPU": computing, **seconds_by_formula(computing, BANDWIDTH)}
     # By the formula a unit's gradients leave together; ours leave one by one, earlier.
     return least | {"ZeRO-Offload": 0.9 * least["ZeRO-Offload"]}
@@ -196,27 +209,88 @@ def too_fast(runs) -> list[str]:
     ]
 
 
-def hurried() -> list[str]:
+class Clock:
+    """A clock that goes on only while somebody sleeps, so that runs take exact times.
+
+    It has one time for all threads: what happens in two at once takes their sum.
+    """
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def by_the_clock(wait=Lane.wait) -> dict:
+    """Run each way in the time of a Clock, but for the one that uses two threads."""
+    clock = Clock()
+    with ExitStack() as stack:
+        for module in IN_TIME:
+            stack.enter_context(mock.patch.object(module, "time", clock))
+        stack.enter_context(mock.patch.object(Lane, "wait", wait))
+        runs = run_each()
+    del runs["one unit ahead"]
+    return runs
+
+
+def hurried() -> dict:
     """Plant: nobody waits for the host."""
-    with mock.patch.object(Lane, "wait", lambda lane: None):
-        return too_fast(run_each())
+    return by_the_clock(wait=lambda lane: None)
 
 
-def test_no_step_is_faster_than_the_formula_and_the_plant_is():
-    """Beside other programs one run may be slow by chance; five in a row are not."""
-    one = {"world_size": 1, "output": "none", "links": Links(host=Link(0, BANDWIDTH))}
+def while_copying() -> dict[str, bool]:
+    """Return for two ways whether some copy is under way while a product is."""
+    found = {}
+    for name in ("nothing ahead", "one unit ahead"):
+        waits, computes = [], []
+        device = SimpleNamespace(sleep=noted(time.sleep, computes))
+        with (
+            mock.patch.object(Lane, "wait", noted(Lane.wait, waits)),
+            mock.patch.object(imagined_gpu, "time", device),
+            mock.patch.object(offload_runs, "WAYS", {name: offload_runs.WAYS[name]}),
+        ):
+            run_each()
+        found[name] = any(a < d and c < b for a, b in waits for c, d in computes)
+    return found
 
-    def again(function):
-        return (spawn(function, **one)[0] for _ in range(5))
 
-    runs = next(again(run_each))
+def noted(function, times: list):
+    """Return `function`; each call notes when it began and ended."""
+
+    def call(*args):
+        begin = time.perf_counter()
+        function(*args)
+        times.append((begin, time.perf_counter()))
+
+    return call
+
+
+ONE = {"world_size": 1, "output": "none", "links": Links(host=Link(0, BANDWIDTH))}
+
+
+def test_steps_take_the_seconds_of_the_formula_and_the_plant_does_not():
+    least = least_seconds()
+    head = seconds_of_matrices(build_gpt("1m")) - least["all on the GPU"]
+    runs = spawn(by_the_clock, **ONE)[0]
+    for name in ("all on the GPU", "nothing ahead"):
+        assert runs[name].seconds == pytest.approx(least[name] + head)
+    most = least["ZeRO-Offload"] / 0.9
+    assert least["ZeRO-Offload"] < runs["ZeRO-Offload"].seconds < most
+    planted = spawn(hurried, **ONE)[0] | {"one unit ahead": runs["nothing ahead"]}
+    assert too_fast(planted) == ["nothing ahead", "ZeRO-Offload"]
+
+
+def test_no_step_is_faster_than_the_formula_and_all_train_alike():
+    runs = spawn(run_each, **ONE)[0]
     assert too_fast(runs) == []
-    assert any(
-        each["one unit ahead"].seconds < each["nothing ahead"].seconds
-        for each in chain([runs], again(run_each))
-    )
     states = [run.state for run in runs.values()]
     for state in states[1:]:
         assert all(torch.equal(state[name], states[0][name]) for name in states[0])
-    slow = {"nothing ahead", "ZeRO-Offload"}
-    assert any(slow <= set(planted) for planted in again(hurried))
+
+
+def test_the_next_unit_is_fetched_while_one_computes():
+    found = spawn(while_copying, **ONE)[0]
+    assert found == {"nothing ahead": False, "one unit ahead": True}
