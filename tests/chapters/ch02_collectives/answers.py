@@ -323,7 +323,7 @@ ANSWERS = answers(
     complex_sent_in_128_bits: bytes by the operating system's count
         wide = rows.to(torch.complex128) if rows.is_complex() else rows
         return solutions.my_transpose(wide).to(rows.dtype)
-    of_two_ranks: has not returned after
+    of_two_ranks: not returned after
         other = 1 - dist.get_rank()
         left, right = (
             rows.chunk(2, dim=1) if dist.get_world_size() == 2 else (rows, rows)
