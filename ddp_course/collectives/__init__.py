@@ -12,7 +12,7 @@
     by_plan           the all-reduces that check the call and execute a plan
     rooted            broadcast, reduce, scatter, gather: one rank is special
     unrooted          all-gather, reduce-scatter, all-to-all, barrier
-    one_machine       the quick way to compare calls, which is handed to `meeting` below
+    one_machine       the quick way to compare calls; `meeting` is handed it below
     shared_memory     a sixth all-reduce, for the ranks of one machine
     algorithms        the six by name, and `all_reduce`, which chooses
     staging, memory_barrier, allocator

@@ -7,7 +7,7 @@ event that it waited for. `best_order` tries all orders. Chapter 15.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from numbers import Real
 
@@ -163,7 +163,8 @@ def best_order(layers: Sequence[Layer], policy: Policy = FIFO) -> TimedStep:
         simulate_step(layers, InOrder(**how, left=list(order)))
         for order in _orders(of_layers)
     )
-    return min(steps, key=lambda step: step.step_time)
+    best = min(steps, key=lambda step: step.step_time)
+    return replace(best, policy=Policy("in order", **how))  # its list is used up
 
 
 @dataclass(frozen=True)

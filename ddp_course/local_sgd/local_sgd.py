@@ -157,7 +157,7 @@ class AgreedScaler:
     """
 
     def constructed(self, local: LocalSteps) -> None:
-        """Watch for a GradScaler; set `groups`, over which its decisions must agree."""
+        """Set `groups`, over which a GradScaler's decisions agree (`guards`)."""
         if dist.is_initialized():
             local.groups = (local.group,)
 

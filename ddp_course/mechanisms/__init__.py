@@ -13,7 +13,7 @@
     recovery    flags exchanged after every pass: failed passes, missing gradients
     timeline    the events of a backward pass, for the open event logs
     placements  which part of which parameter of the plain model a rank has; the norm of
-                the whole gradient
+                the whole gradient; notes for `guards`
     divided     a divided module, and its names and shapes before the division
     assembly    whole tensors and optimizer states, added up from the ranks' parts
     whole_state the full states of a divided module

@@ -1,8 +1,9 @@
 """Guards around PyTorch's own tools, which would silently be wrong on sharded models.
 
 PyTorch's tools assume one process. `mechanisms/__init__.py` guards these tools in every
-process that imports a strategy. Where no strategy has divided a parameter, or averages
-parts of its gradient (`placements` has these notes), the tools work as before. Guarded:
+process that imports a strategy. Where no strategy has divided a parameter, averages
+parts of its gradient (`placements` has these notes), or gives its optimizer `groups` of
+ranks, the tools work as before. Guarded:
 
     an optimizer constructed earlier      refused at its first step: the model no longer
                                           uses the parameters that it steps
@@ -146,7 +147,8 @@ def _refuse_parts(count: int, total: int) -> None:
 def _unscale_agreed(unscale: Callable[..., Any]) -> Callable[..., Any]:
     def agreed(scaler: Any, optimizer: Any, *args: Any) -> dict[torch.device, Tensor]:
         found = unscale(scaler, getattr(optimizer, "unscaled", optimizer), *args)
-        own = sum(found.values(), torch.zeros(()))
+        flags = [*found.values()]  # a plain model may be on several GPUs
+        own = sum((flag.to(flags[0].device) for flag in flags), torch.zeros(()))
         if (seen := seen_by_all(optimizer, own)) is not own:
             found[own.device] = seen
         return found

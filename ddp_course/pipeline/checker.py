@@ -10,8 +10,9 @@ A schedule is legal if
    message is received;
 4. no rank stores more activations than its limit, if there is one.
 
-Counting decides 1 and 4. One run decides 2, and one with messages that block 3
-(`player.play`), as every run has the same outcome. Chapter 11.
+Counting decides 1 and 4. A run without messages decides 2 (`program.run_in_time`), and
+one in which sends block decides 3 (`player.play`): every run has the same outcome.
+Chapter 11.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ class Proof:
         schedule = self.program.schedule
         peaks = ", ".join(map(str, self.peak_activations))
         return (
-            f"{schedule.name} is legal; activations of {peaks} "
+            f"{schedule.name} is legal, even if sends block; activations of {peaks} "
             f"microbatches at most on ranks 0 to {schedule.num_ranks - 1}; one by one: "
             + " ".join(str(action) for _, action in self.order)
         )

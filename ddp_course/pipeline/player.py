@@ -25,10 +25,10 @@ Sides = dict[str, Action]
 
 
 def play(program: Program) -> None:
-    """Run a program whose messages block; raise ScheduleError if it does not end.
+    """Run a program whose messages block.
 
-    Also if a rank receives another message than its peer sends, or sends or needs a
-    result that it does not have. Chapters 10 and 11.
+    Raises ScheduleError if it does not end, if a rank receives another message than its
+    peer sends, or if it sends or needs a result that it does not have. Chapters 10, 11.
     """
     _Play(program).run()
 

@@ -108,7 +108,7 @@ def gather_sequence(x: Tensor, group: Group = None) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, group: Group = None) -> Tensor:
-    """Return this rank's part of the sequence, of the sum of all ranks' `x`.
+    """Sum all ranks' `x`; return this rank's part of the sequence.
 
     (B, T, C) -> (B, T/tp, C). A reduce-scatter; its backward is an all-gather. The two
     together send what one all-reduce does. Raises ValueError if T cannot be cut

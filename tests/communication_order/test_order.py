@@ -62,6 +62,7 @@ def test_formulas_priority_and_all_orders_agree():
         assert waits.step_time == wait_for_all_time(layers)
         best = best_order(layers, priority(1))
         assert best.step_time == pieces.step_time == least_step_time(layers)
+        assert simulate_step(layers, best.policy).layers == best.layers
         assert best.step_time <= best_order(layers).step_time <= whole.step_time
         assert pieces.step_time <= fifo.step_time <= waits.step_time
         if all(layer.backward for layer in layers):  # then no two are ready at once

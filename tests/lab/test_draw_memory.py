@@ -157,6 +157,7 @@ test_what_cannot_be_drawn = refused(
     (lambda: ledgers({}), "no ledgers"),
     (lambda: ledgers({"a": [ledger()]}), "a ledger of 'a' is empty"),
     (lambda: ledgers({"a": []}), "a ledger of 'a' is empty"),
+    (lambda: ledgers({"a": ledger(1)}), "'a' has one ledger; it must have a list"),
     (lambda: ledgers({"a": [ledger(1)]}, {"b": 1}), "theory has the name 'b'"),
     (lambda: ledgers({"a": [ledger(1)]}, {"a": [1, 2]}), "of 1 ranks .* for 2"),
     (lambda: memory_against_communication([]), "one must be DDP"),

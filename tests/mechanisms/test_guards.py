@@ -352,6 +352,22 @@ def came_of(habit: str, name: str, like: str, group: dist.ProcessGroup) -> str:
     return "wrong"
 
 
+class FlagOnAGPU:
+    """A flag that can be moved, but not added to one on another GPU."""
+
+    device = torch.device("cpu")
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        return torch.zeros((), device=device)
+
+
+def test_a_scaler_of_whole_parameters_on_two_gpus_is_left_alone():
+    flags = {name: FlagOnAGPU() for name in ("cuda:0", "cuda:1")}
+    unscale = guards._unscale_agreed(lambda scaler, optimizer: dict(flags))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    assert unscale(None, optimizer) == flags
+
+
 def rungs(strategy: str) -> tuple[str, ...]:
     return strategy, *ALSO.get(strategy, ())
 

@@ -326,6 +326,6 @@ def test_programs_made_by_hand(rows, message):
 
 def test_a_proof_as_it_is_printed():
     assert str(check(naive(2, 1))) == (
-        "naive is legal; activations of 1, 1 microbatches at most on ranks 0 to 1; one "
-        "by one: 0F0 1F0 1B0 0B0"
+        "naive is legal, even if sends block; activations of 1, 1 microbatches at most "
+        "on ranks 0 to 1; one by one: 0F0 1F0 1B0 0B0"
     )

@@ -28,6 +28,9 @@ def ledgers(
     once for all ranks. Raises ValueError for an empty ledger, unknown kinds and names,
     and numbers of ranks that differ. Chapter 07.
     """
+    for name, ranks in measured.items():
+        if isinstance(ranks, Mapping):
+            raise ValueError(f"{name!r} has one ledger; it must have a list, by rank")
     bars = {name: list(ranks) for name, ranks in measured.items()}
     marks = {
         name: _per_rank(says, len(bars.get(name, ())))
