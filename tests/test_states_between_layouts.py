@@ -19,7 +19,7 @@ from ddp_course.model import GPTConfig
 from ddp_course.train import History, largest_difference, train
 
 SMALL = GPTConfig(block_size=12, n_layer=2, n_head=4, d_model=16)
-CURVE = {"batch_size": 8, "preset": SMALL, "clip": 0.5, "keep_state": True}
+CURVE = {"batch_size": 24, "preset": SMALL, "clip": 0.5, "keep_state": True}
 CURVE |= {"experts": 8, "balance": 0.0}  # cp refuses a balance loss
 LAYOUTS = {  # the ranks, and how they share the training
     "cp 2 x tp 2": (4, {"cp": 2, "tp": 2}),
@@ -39,6 +39,7 @@ LAYOUTS = {  # the ranks, and how they share the training
         8,
         {"zero": 1, "tp": 2, "pp": 2, "schedule": "zero_bubble", "microbatches": 2},
     ),
+    "ZeRO-1 on 3 ranks": (3, {"zero": 1}),
     "flat": (2, {"data_parallel": "flat"}),
     "pp 2": (2, {"pp": 2, "schedule": "interleaved"}),
 }

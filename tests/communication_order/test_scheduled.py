@@ -507,7 +507,9 @@ test_what_cannot_be_is_refused_before_anything_is_sent = refused_by_error(
 
 # ---- in time -------------------------------------------------------------------------
 
-SIZES, LINKS = (6, 5, 4, 3), Links(inside=Link(0.0, 30e6))  # of 4 layers, in 256 KiB
+SIZES = (6, 5, 4, 3)  # of 4 layers, in 256 KiB
+# So slow that no pause of a tenth of a second in backward makes another plan.
+LINKS = Links(inside=Link(0.0, 6e6))
 STATED = [(0.01, 0.02, size << 18) for size in SIZES]
 
 

@@ -293,7 +293,7 @@ def test_a_collective_that_does_not_fit_is_named_at_the_deadline():
             dist.all_reduce(torch.ones(2), group=pair)
 
     with pytest.raises(RankError) as caught:
-        spawn(other_calls, world_size=3, timeout=3)
+        spawn(other_calls, world_size=3, timeout=6)
     each = "rank 0: broadcast(float32 [2]); rank 1: all_reduce(float32 [2])"
     assert str(caught.value).endswith(UNEQUAL + each)
 
@@ -335,7 +335,7 @@ def test_a_deadlock_ends_with_the_line_in_which_each_rank_hangs(no_leftovers):
         return "done"
 
     with pytest.raises(RankTimeout, match="ranks 0, 1 and 3 have not ret") as caught:
-        spawn(deadlock, timeout=3)
+        spawn(deadlock, timeout=6)
     zero, one, two, three = caught.value.reports
     assert "dist.recv(x, src=1)" in zero.where
     assert "while True" in one.where or "pass" in one.where
@@ -483,7 +483,7 @@ def test_spawn_where_there_is_no_fork_server_and_no_memory_file(
     monkeypatch.setattr(parent, "scratch_files", in_folder)
     monkeypatch.setattr(server, "METHOD", "spawn")
     offset = 5
-    assert spawn(lambda: sum_of_ranks() + offset, world_size=1) == [5.0]
+    assert spawn(lambda: sum_of_ranks() + offset, world_size=2) == [6.0] * 2
 
 
 def test_a_script_is_not_run_again_nor_what_lies_in_the_current_folder(tmp_path):
