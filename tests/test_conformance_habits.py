@@ -532,6 +532,11 @@ def hook_before(s: Script) -> None:
     _hooked(s, "tensor", before=True)
 
 
+@habit(("order",))  # test_guards.py has it for all others
+def hook_after(s: Script) -> None:
+    _hooked(s, "tensor", before=False)
+
+
 @habit()
 def hook_in_place_before(s: Script) -> None:
     _hooked(s, "in place", before=True)

@@ -62,8 +62,7 @@ def test_every_exercise_on_ranks_exists():
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_judge_rejects_mutants_of_its_solution(name):
-    with mock.patch.object(answers, "TIMEOUT", 2.0):  # endless loops compute all along
-        assert survivors(name, 6) == []
+    assert survivors(name, 6) == []
 
 
 @pytest.mark.timeout(900)

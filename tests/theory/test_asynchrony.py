@@ -92,6 +92,28 @@ def test_remedies():
     assert server_bytes(4, 1000) == 8000
 
 
+def test_a_remedy_gets_the_weights_of_now_and_those_of_the_gradient():
+    x, weights, seen = nn.Parameter(torch.tensor([5.0])), [5.0], []
+
+    def gradient(worker: int, clock: int) -> None:
+        x.grad = x.detach() * worker
+
+    def remedy(gradient, age, now, then):
+        seen.append((age, now.item(), then.item()))
+        return gradient
+
+    replay(
+        simulate_run(ASYNCHRONOUS, [1.0, 1.5, 2.5], 12),
+        [x],
+        torch.optim.SGD([x], lr=0.1),
+        gradient,
+        remedy=remedy,
+        after_step=lambda version: weights.append(x.item()),
+    )
+    steps = [(age, weights[k], weights[k - age]) for k, (age, *_) in enumerate(seen)]
+    assert seen == steps and max(seen)[0] > 1
+
+
 test_what_no_formula_is_for = refused(
     (lambda: gradients_per_second("slow", [1.0]), "way is 'slow'; it can be 'sync"),
     (

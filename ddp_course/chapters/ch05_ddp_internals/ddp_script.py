@@ -31,6 +31,7 @@ def main() -> None:
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     try:
         train(device, args.epochs, args.batch_size, args.checkpoint)
+        dist.barrier()  # no rank leaves while another may still need it
     finally:
         dist.destroy_process_group()
 
