@@ -14,7 +14,10 @@ The steps add up: ZeRO-3 need not know that tensor parallelism has divided a ten
 before. Applied backwards, the steps assemble the plain model (`assembly`). Each number
 of the model is *owned* by one of the ranks that have it, so that a norm counts it once
 (`total_norm`). DTensor has the same placements for its meshes, `Replicate()` and
-`Shard(dim)` (torch/distributed/tensor/placement_types.py). Chapters 08 and 09.
+`Shard(dim)` (torch/distributed/tensor/placement_types.py).
+
+Strategies also leave notes here for the guards around PyTorch's tools (`guards`).
+Chapters 08, 09 and 17.
 """
 
 from collections.abc import Iterable, Sequence

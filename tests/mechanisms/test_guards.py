@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from ddp_course.chapters.ch08_fsdp.habits import HABITS, STRATEGIES, habits, outcome
 from ddp_course.data_parallel import DistributedDataParallel
@@ -25,6 +25,7 @@ from ddp_course.launch import RankError, spawn
 from ddp_course.measure import MemoryLog
 from ddp_course.mechanisms import frozen, guards, hooks
 from ddp_course.mechanisms.divided import DividedModule
+from ddp_course.mechanisms.placements import mark_part_averaged
 from ddp_course.mechanisms.whole_state import full_state_dict
 from ddp_course.model import GPTConfig, build_gpt
 from ddp_course.pipeline import PipelineParallel
@@ -366,6 +367,22 @@ def test_a_scaler_of_whole_parameters_on_two_gpus_is_left_alone():
     unscale = guards._unscale_agreed(lambda scaler, optimizer: dict(flags))
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
     assert unscale(None, optimizer) == flags
+
+
+def test_clipping_nothing_is_refused_while_gradients_are_in_shards():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = SGD([parameter])
+    optimizer.gradients_in_shards = True
+    mark_part_averaged([parameter], optimizer)
+    for clip in (
+        lambda: clip_grad_value_([parameter], 1.0),
+        lambda: get_total_norm([]),
+    ):
+        with pytest.raises(RuntimeError, match="no parameter has a gradient to clip"):
+            clip()
+    parameter.grad = torch.full((2,), 3.0)
+    clip_grad_value_([parameter], 1.0)
+    assert parameter.grad.tolist() == [1.0, 1.0]
 
 
 def rungs(strategy: str) -> tuple[str, ...]:
