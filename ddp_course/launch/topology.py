@@ -12,6 +12,7 @@ Everything here is data and arithmetic: nothing is started. Chapter 01.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
@@ -153,15 +154,25 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
 def device(environ: Mapping[str, str] = os.environ) -> torch.device:
     """Return the device of the calling process: its own GPU, or the CPU.
 
-    In a rank of `spawn` it is the launcher's choice. Under torchrun it is
-    `cuda:LOCAL_RANK` if the machine has a GPU for each of its ranks, else the CPU.
+    In a rank of `spawn` it is the launcher's choice. Elsewhere it is `cuda:LOCAL_RANK`
+    if this process sees a GPU for each rank of its node, else the CPU; the environment
+    variable DDP_COURSE_DEVICE overrides both. SLURM and MPI can hide the GPUs of other
+    ranks; a rank that they started warns if it computes on the CPU beside a GPU.
     """
     chosen = environ.get("DDP_COURSE_DEVICE")
     if chosen is not None:
         return torch.device(chosen)
-    place = here(environ)
-    if place.topology.nproc_per_node <= torch.cuda.device_count():
+    place, visible = here(environ), torch.cuda.device_count()
+    ranks = place.topology.nproc_per_node
+    if ranks <= visible:
         return torch.device("cuda", place.local_rank)
+    if visible and launcher_variables(environ) is not environ:
+        warnings.warn(
+            f"rank {place.rank} computes on the CPU: this node has {ranks} ranks, and "
+            f"it sees {visible} GPU(s). If the launcher shows each rank a GPU of its "
+            f"own, set DDP_COURSE_DEVICE=cuda:0",
+            stacklevel=2,
+        )
     return torch.device("cpu")
 
 

@@ -232,6 +232,34 @@ def test_a_rank_of_torchrun_has_a_gpu_if_its_whole_node_has(
             assert found == torch.device("cpu")
 
 
+SRUN = {
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+}
+
+
+def test_a_rank_of_slurm_warns_if_it_leaves_a_gpu_alone(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.warns(UserWarning, match="rank 2 .* 4 ranks, .* 1 GPU.*=cuda:0"):
+        assert device(SRUN) == torch.device("cpu")
+    assert device(SRUN | {"DDP_COURSE_DEVICE": "cuda:0"}) == torch.device("cuda", 0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_a_rank_of_slurm_does_not_warn_without_a_reason(gpus, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert device(SRUN).type == ("cuda" if gpus else "cpu")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_rank_of_torchrun_on_a_small_machine_does_not_warn(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert device(Topology(1, 4).places()[2].environment()) == torch.device("cpu")
+
+
 def test_a_process_that_nobody_launched_has_a_device(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert device({}) == torch.device("cpu")
