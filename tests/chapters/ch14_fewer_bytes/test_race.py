@@ -40,6 +40,9 @@ def test_all_is_stored_and_bytes_are_those_of_the_formulas():
         assert row["losses"].keys() == seeds
         assert {len(curve) for curve in row["losses"].values()} == {race.STEPS}
         assert row["bytes"] == race.step_bytes(name)
+    # Steps that are sent in full are no measurement of the compressor.
+    late, same = rows["powersgd:1, start=2"]["encode"], rows["powersgd:1"]["encode"]
+    assert 0.8 < late / same < 1.25
     share = {name: row["bytes"] / rows["ddp"]["bytes"] for name, row in rows.items()}
     assert share["fp16"] == 1 / 2 and share["diloco"] == 1 / 8
 
