@@ -409,9 +409,13 @@ def _plan(add: Callable[..., Parser]) -> None:
         tokens=(
             _many,
             None,
-            "with --gpu: tokens of the whole training; adds days, energy and cost",
+            "with --gpu: tokens of the whole training; adds days and energy",
         ),
-        price=(_positive, None, "with --gpu: price of a GPU-hour, in any currency"),
+        price=(
+            _positive,
+            None,
+            "with --gpu and --tokens: price of a GPU-hour; adds the cost",
+        ),
         top=(_whole(1000), None, "with --gpu: layouts to print (default: 10)"),
     )
     about = "the optimizer (default: %(default)s)"

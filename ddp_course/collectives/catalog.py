@@ -1,8 +1,8 @@
 """Every plan of the course: pure functions from a world size to a `Plan`.
 
 Read `plan` first. Two all-reduces have files of their own, `halving_doubling` and
-`hierarchical`. `PLANS` names all plans, for figures, widgets and tests. Explained in
-chapters 02 and 03.
+`hierarchical`. `PLANS` names the plans that depend on the number of ranks alone, for
+figures, widgets and tests. Explained in chapters 02 and 03.
 """
 
 from collections.abc import Callable

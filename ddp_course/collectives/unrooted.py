@@ -1,8 +1,9 @@
 """The collectives without a root: all-gather, reduce-scatter, all-to-all, barrier.
 
-The first two are the halves of a ring all-reduce (chapter 03); ZeRO and FSDP use them
-for sharded weights and gradients (chapters 07 and 08). All-to-all sends the tokens of a
-mixture of experts to the ranks with these experts. Explained in chapter 02.
+All-gather and reduce-scatter are the halves of an all-reduce (chapter 03); ZeRO and
+FSDP use them for sharded weights and gradients (chapters 07 and 08). All-to-all sends
+the tokens of a mixture of experts to the ranks with these experts. Explained in chapter
+02.
 """
 
 from collections.abc import Callable, Sequence

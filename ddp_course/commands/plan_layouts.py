@@ -237,7 +237,7 @@ def best(
 def training(
     args: Namespace, workload: Workload, cluster: Cluster, seconds: float
 ) -> list[str]:
-    """Return the days, energy and cost of a whole training run."""
+    """Return the days and energy of a whole training run, and with a price its cost."""
     days = workload.days(args.tokens, seconds)
     hours = days * 24 * cluster.gpus
     lines = [f"  {args.tokens:,.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours"]

@@ -3,7 +3,7 @@
 Data parallelism rests on one promise: before every step all ranks have the same
 parameters. At construction the ranks compare their modules (names, shapes, types, which
 parameters are trained). If the modules differed, all-reduce would add unrelated
-gradients, or hang. Chapter 04.
+gradients, or hang. Chapter 05.
 """
 
 import functools

@@ -37,7 +37,7 @@ class Rule:
     Attributes:
         synchronous: whether a step uses the mean of many gradients, all of one version.
         spare: the number of gradients that such a step does not wait for.
-        bound: clocks by which a worker may be ahead of another one.
+        bound: a worker waits while it is more clocks than this ahead of the slowest.
     """
 
     synchronous: bool = False
@@ -55,7 +55,7 @@ SYNCHRONOUS, ASYNCHRONOUS = Rule(synchronous=True), Rule()
 
 
 def bounded(bound: int) -> Rule:
-    """Return the rule of bounded staleness (SSP): at most `bound` clocks ahead."""
+    """Return the rule of bounded staleness (SSP): wait if more than `bound` ahead."""
     return Rule(bound=bound)
 
 

@@ -25,8 +25,8 @@ class ShardedGradientOptimizer(ZeroRedundancyOptimizer, Zero2):
     Unlike with `ZeroRedundancyOptimizer`, after `backward` a rank has only its shard of
     the mean gradients, and every parameter's `grad` is None. So call this object's
     `zero_grad` between `step` and the next backward: `module.zero_grad()` finds nothing
-    to zero. There is no `no_sync`: every backward pass is averaged, and
-    the means add up.
+    to zero. There is no `no_sync`: every backward pass is averaged, and the means add
+    up.
 
     Args:
         params, optimizer_class, process_group, options: as for

@@ -30,11 +30,11 @@ from ddp_course.zero.units import Chosen, unit_plan
 class SimpleFullyShardedDataParallel(nn.Module):
     """A wrapper that runs `module` with only one or two units gathered at a time.
 
-    Its inputs and outputs are those of `module`. `parameters()` are this rank's pieces,
-    under the names in `module`; when `backward` returns, each piece's part of the mean
-    gradient has been added to its `grad`. A step sends 3 (N - 1) / N of the model's
-    bytes: two gathers and one reduce-scatter of each unit. With `replicas`, the shards
-    of the gradients are all-reduced over the replicas, too (hybrid sharding).
+    Its inputs and outputs are those of `module`. `named_parameters()` are this rank's
+    pieces, under the names in `module`; when `backward` returns, each piece's part of
+    the mean gradient has been added to its `grad`. A step sends 3 (N - 1) / N of the
+    model's bytes: two gathers and one reduce-scatter of each unit. With `replicas`, the
+    shards of the gradients are all-reduced over the replicas, too (hybrid sharding).
 
     All ranks must construct it together (all get the first rank's values), and use the
     units in the same order. A unit's `forward` must return its results as tensors, or

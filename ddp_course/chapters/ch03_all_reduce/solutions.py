@@ -38,7 +38,7 @@ def hierarchical_sum(
     tensor: torch.Tensor, node: dist.ProcessGroup, peers: dist.ProcessGroup
 ) -> None:
     """Add up `tensor` over all ranks; each rank sends only a shard to other nodes."""
-    shard = torch.empty(tensor.numel() // dist.get_world_size(node), dtype=tensor.dtype)
+    shard = tensor.new_empty(tensor.numel() // dist.get_world_size(node))
     reduce_scatter_single(shard, tensor, group=node)
     all_reduce(shard, group=peers)
     all_gather_single(tensor, shard, group=node)

@@ -47,7 +47,7 @@ def looking_back(config: GPTConfig, gpus: int = 64, rows: int = 64) -> Markdown:
     """Return the table for `config` on `gpus` GPUs, with `rows` rows in each step.
 
     GB are decimal. States are in mixed precision unless a row says otherwise;
-    activations are not counted. The bytes of a step are those of the busiest rank,
+    activations are not counted. The bytes of a step are those of the first rank,
     along all axes. Raises ValueError for sizes that an axis cannot divide. Chapter 15.
     """
     lines = [f"| {' | '.join(HEAD)} |", "|:--|:--|--:|--:|:--|:--|"]
