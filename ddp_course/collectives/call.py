@@ -109,7 +109,8 @@ class Collective:
     def reduction(self, op: Any, tensor: Any) -> None:
         """Check that `op`, which must be equal on all ranks, can reduce `tensor`."""
         self.op = op = getattr(op, "op", op)  # ReduceOp(ReduceOp.SUM) is SUM, too
-        if isinstance(tensor, Tensor) and (wrong := check_op(op, tensor.dtype)):
+        known = isinstance(tensor, Tensor)
+        if known and (wrong := check_op(op, tensor.dtype, tensor.device.type)):
             self.refuse(wrong)
         self.words.append(NAMES.get(op) or f"op {op!r}")
 

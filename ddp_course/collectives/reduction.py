@@ -23,8 +23,8 @@ NAMES = {op: f"op {str(op).rpartition('.')[2]}" for op in COMBINE}  # "op SUM"
 
 
 @lru_cache(typed=True)
-def check_op(op: Op, dtype: torch.dtype) -> str | None:
-    """Return why `dtype` cannot be reduced by `op`, or None."""
+def check_op(op: Op, dtype: torch.dtype, device: str = "cpu") -> str | None:
+    """Return why tensors of `dtype` on `device` cannot be reduced by `op`, or None."""
     if op not in COMBINE or isinstance(op, int):  # 0 equals ReduceOp.SUM
         allowed = ", ".join(name.replace("op ", "ReduceOp.") for name in NAMES.values())
         return f"op is {op!r}; it can be {allowed}"
@@ -32,6 +32,11 @@ def check_op(op: Op, dtype: torch.dtype) -> str | None:
         return f"op is AVG, but {dtype} cannot represent a mean; use SUM and divide"
     if dtype.is_complex and op in (ReduceOp.MAX, ReduceOp.MIN):
         return f"op is {op!r}, but complex numbers have no order"
+    try:
+        one = torch.empty(1, dtype=dtype, device=device)
+        COMBINE[op](one, one, out=one)
+    except RuntimeError:  # such as uint16 and float8
+        return f"op is {op!r}, which PyTorch cannot compute for {dtype} on {device}"
     return None
 
 

@@ -30,6 +30,7 @@ from ddp_course.measure import ByteMeter
 
 FOUR, SQUARE, INTEGERS = torch.zeros(4), torch.zeros(2, 2), torch.zeros(12).long()
 LIST = [torch.zeros(4) for _ in range(3)]
+EIGHTS = [torch.zeros(4).to(torch.float8_e5m2) for _ in range(3)]
 DIFFER = "the ranks make different calls"
 SHAPES = {  # what rank 1 gives in place of four zeros; what is told of it
     "other shape": (torch.zeros(5), "rank 1: * float32 [5]"),
@@ -67,6 +68,9 @@ def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
         (ring_all_reduce, [FOUR, dist.ReduceOp.BAND], "op is *BAND*; it can be"),
         (ring_all_reduce, [FOUR, 0], "op is 0; it can be ReduceOp.SUM, ReduceOp.AVG"),
         (ring_all_reduce, [INTEGERS, dist.ReduceOp.AVG], "AVG"),
+        (ring_all_reduce, [FOUR.to(torch.uint16)], "cannot compute for torch.uint16"),
+        (partial(ours.reduce_scatter, op=ours.ReduceOp.MAX), [EIGHTS[0], EIGHTS],
+         "cannot compute for torch.float8_e5m2 on cpu"),
         (ours.naive_all_reduce if odd else ring_all_reduce, [FOUR], "1: naive_all_red"),
         (ours.broadcast if odd else ring_all_reduce, [FOUR], DIFFER),
         (ours.broadcast, [FOUR, int(odd)], "src=1"),
