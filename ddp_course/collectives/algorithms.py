@@ -7,6 +7,7 @@ little. Explained in chapter 03.
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ddp_course.collectives import by_plan, hierarchical, shared_memory
@@ -40,8 +41,8 @@ def all_reduce(
     """
     comm = communicator(group)
     if algorithm == "auto":
-        # The call itself refuses other types, on all ranks.
-        if isinstance(tensor, Tensor):
+        # The call itself refuses other types and sparse tensors, on all ranks.
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
             algorithm = rule(comm, tensor.nbytes, tensor.device.type == "cpu")
         else:
             algorithm = rule(comm, 0)

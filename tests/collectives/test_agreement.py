@@ -60,6 +60,7 @@ def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
     )
     table = [  # call, its arguments, words
         (ours.all_reduce, [SHAPES["other shape"][0] if odd else FOUR], "float32 [5]"),
+        (ours.all_reduce, [SHAPES["sparse"][0] if odd else FOUR], "torch.sparse_coo"),
         (partial(ours.all_reduce, algorithm="star"), [FOUR],
          "is 'star'; it can be auto, naive, tree, halving_doubling, ring, hier"),
         (ring_all_reduce, [FOUR, ours.ReduceOp.MAX if odd else ours.ReduceOp.SUM],
