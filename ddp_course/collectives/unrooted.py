@@ -110,8 +110,15 @@ def reduce_scatter_single(
 def _reduce_scatter(
     call: Collective, output: Tensor, inputs: Callable, op: Any, async_op: bool
 ) -> Work | None:
-    """Check the op and start; `inputs()` returns this rank's chunks."""
+    """Check op and memory, and start; `inputs()` returns this rank's chunks."""
     call.reduction(op, output)
+    if not call.problem:
+        others = (chunk for r, chunk in enumerate(inputs()) if r != call.rank)
+        if any(_overlap(output, chunk) for chunk in others):
+            call.refuse(
+                "output shares memory with another rank's part of the input, which "
+                "would be overwritten before it is sent; pass another tensor"
+            )
 
     def body() -> None:
         chunks = list(inputs())

@@ -90,6 +90,8 @@ def bad_calls(odd: bool) -> dict[str, tuple[Callable[[], object], str]]:
         (ours.all_gather_single, [torch.zeros(11), FOUR],
          "11 elements; it must be torch.float32 with 12"),
         (single, [FOUR, INTEGERS], "input is torch.int64"),
+        (single, [INTEGERS[:4], INTEGERS], "ranks 1, 2: output shares memory with"),
+        (ours.reduce_scatter, [LIST[1], LIST], "ranks 0, 2: output shares memory"),
         (to_all, [torch.zeros(6 + 3 * odd), torch.zeros(6 + 3 * odd)],
          "rank 0 sends 2 rows to rank 1, which takes 3"),
         (to_all, [torch.zeros(6), INTEGERS],
