@@ -83,6 +83,8 @@ class Communicator:
             return None
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "collectives", self._thread_begins)
+        if torch.is_inference_mode_enabled():  # it belongs to one thread
+            job = torch.inference_mode()(job)
         future = self._thread.submit(in_this_stream(job))
         self.meeting.under_way = future
         work = Work(future)

@@ -167,6 +167,10 @@ def disagreements() -> list[object]:
     results.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
     results.append(error_of(lambda: comm.agree_now("a step", "no" * odd or None)))
     results.append(error_of(ring_all_reduce(torch.zeros(4 + odd), async_op=True).wait))
+    with torch.inference_mode():
+        y = torch.ones(4)
+        ring_all_reduce(y, async_op=True).wait()
+    results.append(y.tolist())
     comm.barrier = None  # as ranks on several machines
     results.append(comm.agree_now("flags", show=f"{comm.rank}1"))
     results.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
@@ -183,6 +187,7 @@ def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
         True,
         f"{differ}. Nothing was sent.",
         "CollectiveError: rank 1: no. Nothing was sent.",
+        [2.0] * 4,
         ["01", "11"],
         f"{differ}. Nothing was sent.",
     ]
