@@ -32,13 +32,17 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 PROBLEM = "!"  # the first letter of a note that reports a problem
 SHOWN = " \0"  # separates the words, which must be equal, from the value shown
+WHOLE = 4000  # bytes; a barrier may truncate longer notes
 
 
 class MeetingBarrier(Protocol):
     """A place where the ranks of a meeting compare a text, faster than by the store."""
 
     def meet(self, text: str) -> list[str] | None:
-        """Wait for all ranks; return None if all texts are equal, else all texts."""
+        """Wait for all ranks; return None if all texts are equal, else all texts.
+
+        Texts of more than `WHOLE` bytes may be truncated.
+        """
 
 
 class Meeting:
@@ -108,6 +112,8 @@ class Meeting:
         notes: list[str] | None = [own]
         if self.barrier is not None:
             notes = self.barrier.meet(own)
+            if notes and any(len(note.encode()) > WHOLE for note in notes):
+                notes = self.exchange(own)
         elif self.size > 1:
             notes = self.exchange(own)
         if notes is None:  # all are equal

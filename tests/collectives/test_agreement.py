@@ -20,10 +20,12 @@ from ddp_course.collectives import (
 )
 from ddp_course.collectives.meeting import (
     BARRIER_FINDERS,
+    WHOLE,
     make_note,
     meeting,
     read_notes,
 )
+from ddp_course.collectives.memory_barrier import LONGEST
 from ddp_course.launch import spawn
 from ddp_course.launch.deadlock import DeadlockError, Watch
 from ddp_course.measure import ByteMeter
@@ -171,6 +173,8 @@ def disagreements() -> list[object]:
         y = torch.ones(4)
         ring_all_reduce(y, async_op=True).wait()
     results.append(y.tolist())
+    flags = f"{comm.rank}" * 5000  # a model with as many parameters
+    results.append([each[-1] for each in comm.agree_now("flags", show=flags)])
     comm.barrier = None  # as ranks on several machines
     results.append(comm.agree_now("flags", show=f"{comm.rank}1"))
     results.append(error_of(lambda: comm.agree_now("a step" + " back" * odd)))
@@ -180,6 +184,7 @@ def disagreements() -> list[object]:
 def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
     one, other = spawn(disagreements, world_size=2, output="none")
     assert one == other
+    assert WHOLE <= LONGEST - 3  # half a letter of 4 bytes may be cut off, too
     differ = f"CollectiveError: {DIFFER}. rank 0: a step; rank 1: a step back"
     under_way = one.pop(3)
     assert "float32 [5]" in under_way and under_way.endswith("Nothing was sent.")
@@ -188,6 +193,7 @@ def test_ranks_agree_in_turn_and_do_not_agree_in_the_same_words():
         f"{differ}. Nothing was sent.",
         "CollectiveError: rank 1: no. Nothing was sent.",
         [2.0] * 4,
+        ["0", "1"],
         ["01", "11"],
         f"{differ}. Nothing was sent.",
     ]
