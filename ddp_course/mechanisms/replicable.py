@@ -5,7 +5,8 @@
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ddp_course.mechanisms.agreement import Form, kind_of, stepped_in_backward
 
@@ -37,6 +38,11 @@ def why_not_replicable(module: Any) -> str | None:
             return f"{name} has no shape yet; run the module once before wrapping it"
         if tensor.is_meta:
             return f"{name} is on the meta device: it has no values to replicate"
+        if is_expanded(tensor):
+            return (
+                f"{name} is expanded: several of its elements are one number in "
+                "memory, which no message can fill. Give the module its .clone()"
+            )
     for name, p in module.named_parameters():
         if problem := stepped_in_backward(name, p):
             return problem
@@ -48,6 +54,14 @@ def why_not_replicable(module: Any) -> str | None:
         if isinstance(layer, nn.SyncBatchNorm) and not layer.weight.is_cuda:
             return f"{name} is a SyncBatchNorm, which PyTorch has on GPUs only"
     return None
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as after `expand`."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return False
+    each = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(length > 1 and stride == 0 for length, stride in each)
 
 
 def check_module(module: Any) -> None:

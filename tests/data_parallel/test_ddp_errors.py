@@ -24,6 +24,12 @@ def stepped_in_backward() -> nn.Module:
     return model
 
 
+def expanded() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.register_buffer("wide", torch.zeros(3).expand(4, 3))
+    return model
+
+
 def constructions(odd: bool) -> dict:
     """Return what cannot be constructed, by words of the error. Rank 1 is odd."""
     two = [nn.Linear(3, 4), nn.Linear(4, 2)]
@@ -79,6 +85,9 @@ def constructions(odd: bool) -> dict:
         ),
         "*ranks 0, 1, 2: the module is, or contains, a DistributedDataParallel*": one(
             nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+        ),
+        "*ranks 0, 1, 2: wide is expanded*Give the module its .clone()*": one(
+            expanded()
         ),
         "*0 has sparse gradients*": one(nn.Sequential(nn.Embedding(3, 3, sparse=True))),
     }
