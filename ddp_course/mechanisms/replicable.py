@@ -51,8 +51,10 @@ def why_not_replicable(module: Any) -> str | None:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             return f"{name} has sparse gradients; only dense ones can be bucketed"
-        if isinstance(layer, nn.SyncBatchNorm) and not layer.weight.is_cuda:
-            return f"{name} is a SyncBatchNorm, which PyTorch has on GPUs only"
+        if isinstance(layer, nn.SyncBatchNorm):
+            tensors = *layer.parameters(), *layer.buffers()  # weight may be None
+            if not all(tensor.is_cuda for tensor in tensors):
+                return f"{name} is a SyncBatchNorm, which PyTorch has on GPUs only"
     return None
 
 

@@ -86,6 +86,9 @@ def constructions(odd: bool) -> dict:
         "*ranks 0, 1, 2: the module is, or contains, a DistributedDataParallel*": one(
             nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
         ),
+        "*0 is a SyncBatchNorm, which PyTorch has on GPUs only*": one(
+            nn.Sequential(nn.SyncBatchNorm(3, affine=False), nn.Linear(3, 3))
+        ),
         "*ranks 0, 1, 2: wide is expanded*Give the module its .clone()*": one(
             expanded()
         ),
