@@ -32,6 +32,7 @@ from ddp_course.mechanisms.placements import (
     Placed,
     Shard,
     Step,
+    dense_stride,
     device_of,
     in_memory_order,
     placed,
@@ -71,7 +72,7 @@ def form_of(value: Any, steps: Sequence[Step]) -> Form | None:
     if not isinstance(value, Tensor) or value.dim() == 0:
         return None
     if not steps:
-        return Form(value.dtype, tuple(value.shape), tuple(value.stride()))
+        return Form(value.dtype, tuple(value.shape), dense_stride(value))
     if tuple(value.shape) != steps[-1].part_shape:
         return None
     return Form(value.dtype, steps[0].shape, steps[0].stride)

@@ -69,7 +69,7 @@ class Step:
     Attributes:
         placement: this rank's part.
         rank, size: this rank's number in the group, and the group's size.
-        shape, stride: those of the tensor that was divided.
+        shape, stride: those of the tensor that was divided, without gaps in memory.
         group: the group; None in a copy that another process has received.
     """
 
@@ -190,7 +190,7 @@ def place(
         dist.get_rank(group),
         dist.get_world_size(group),
         tuple(source.shape),
-        tuple(source.stride()),
+        dense_stride(source),
         group,
     )
     steps = [one for one in before.steps if one.group != group]
@@ -202,6 +202,11 @@ def place(
 def placed(tensor: Tensor) -> Placed | None:
     """Return how a tensor was placed; None if it was not."""
     return getattr(tensor, "placed", None)
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of `tensor`, or of its copy if it has gaps in memory."""
+    return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
 def in_memory_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:

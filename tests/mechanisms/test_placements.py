@@ -12,6 +12,7 @@ import torch.distributed as dist
 from on_ranks import error_of, launched
 from torch import Tensor, nn
 
+from ddp_course.launch import spawn
 from ddp_course.mechanisms import assembly
 from ddp_course.mechanisms.assembly import assemble
 from ddp_course.mechanisms.divided import DividedModule, PlainModel
@@ -282,6 +283,29 @@ def test_what_ranks_assemble_has_every_bit(eight_ranks):
         eight_ranks["in_several_messages"], eight_ranks["assembled"], strict=True
     ):
         assert several == [right, right]
+
+
+class Sliced(DividedModule, nn.Module):
+    """A parameter and a buffer that are slices: their memory has gaps."""
+
+    def __init__(self):
+        super().__init__()
+        whole = torch.arange(12.0).view(3, 4)
+        self.weight = nn.Parameter(whole[:, :2])
+        self.register_buffer("mask", whole[:, 2:])
+        self.plain, self.groups = PlainModel.of(self), (dist.group.WORLD,)
+        place(self.weight, None, OnRanks((0, 1)), name="weight")
+
+
+def whole_of_slices():
+    model = Sliced()
+    plain, state = model.state_dict(), full_state_dict(model)
+    return {key: torch.equal(value, plain[key]) for key, value in state.items()}
+
+
+def test_slices_of_larger_tensors_are_whole_on_all_ranks():
+    for rank in spawn(whole_of_slices, world_size=2, output="none"):
+        assert rank == {"weight": True, "mask": True}
 
 
 eight_ranks = launched(
