@@ -22,7 +22,7 @@ Chapters 08, 09 and 17.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf, prod
+from math import inf, nan, prod
 from weakref import WeakValueDictionary, ref
 
 import torch
@@ -336,11 +336,13 @@ def total_norm(
     each = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
     largest = norm_type == inf
     total = each.max() if largest else (each**norm_type).sum()
+    if largest:  # the ranks' maximum may lose a nan, so send whether there is one
+        total = torch.stack([total, total.isnan().to(total)])
     for group in groups:
         total = total.to(device_of(group))
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         dist.all_reduce(total, operation, group)
-    return total if largest else total ** (1 / norm_type)
+    return total[0].where(total[1] == 0, nan) if largest else total ** (1 / norm_type)
 
 
 @torch.no_grad()

@@ -225,6 +225,20 @@ def test_a_norm_that_counts_replicas_is_seen(eight_ranks):
         assert planted > 1.05 * expected
 
 
+def norms_with_a_nan():
+    """Return the largest gradient if rank 0, rank 1 or no rank has a nan."""
+    p, results = nn.Parameter(torch.zeros(2)), []
+    for odd in range(3):
+        p.grad = torch.tensor([-3.0, float("nan") if odd == dist.get_rank() else 1.0])
+        results.append(str(total_norm([p], [dist.group.WORLD], float("inf")).item()))
+    return results
+
+
+def test_a_nan_of_any_rank_is_in_the_norm_of_all():
+    both = spawn(norms_with_a_nan, world_size=2, output="none")
+    assert both == [["nan", "nan", "3.0"]] * 2
+
+
 def bits_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
