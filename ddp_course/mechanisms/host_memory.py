@@ -65,6 +65,6 @@ class HostMemory:
 
     def settle(self) -> None:
         """Wait until all copies to the host have arrived, and the CPU can use them."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         self.to_host.wait()

@@ -51,6 +51,15 @@ def test_copies_of_a_direction_wait_for_each_other_and_directions_do_not(clock):
     assert (host.to_device.nbytes, host.to_host.nbytes) == (2000, 3000)
 
 
+def test_on_a_machine_with_gpus_that_are_not_used_none_is_started():
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_stream") as stream,
+    ):
+        HostMemory(Link()).settle()
+    assert torch.cuda.is_initialized() or not stream.called
+
+
 class Forgets(Lane):
     """Plant: each copy begins at once."""
 
