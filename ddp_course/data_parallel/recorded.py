@@ -27,6 +27,7 @@ class Recorder:
         ddp.register_forward_hook(self._watch)
 
     def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.running = False  # a backward that failed leaves True behind
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._begin)

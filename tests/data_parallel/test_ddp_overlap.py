@@ -4,6 +4,7 @@ Nothing here depends on how fast the machine is. The layers' backward sleeps, wh
 takes no core, and where the link matters it is an emulated one, which waits, too.
 """
 
+import pytest
 import torch
 from ddp_cases import AfterBackward, Flat, Naive, Ours
 from refusals import refused
@@ -11,7 +12,7 @@ from sleeping import SLEEP, Sleeping, check_phases, launched_early
 from torch import nn
 
 from ddp_course.collectives import ring_all_reduce, shared_memory
-from ddp_course.data_parallel.recorded import record_naive, record_pytorch
+from ddp_course.data_parallel.recorded import Recorder, record_naive, record_pytorch
 from ddp_course.launch import Link, Links, spawn
 from ddp_course.measure import Event, EventLog, busy, overlap
 
@@ -97,6 +98,18 @@ def test_a_slow_link_is_hidden_the_fakes_are_not_and_the_events_tell_the_phases(
     assert [e.detail["bucket"] for e in computed] == list(range(LAYERS))
     assert all(e.seconds >= SLEEP for e in computed)
     assert all(e.end <= wait.start for e in computed)
+
+
+def test_after_a_pass_that_failed_the_next_one_is_recorded():
+    model = nn.Linear(2, 2)
+    Recorder(model)
+    output = model(torch.ones(1, 2))
+    output.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    with EventLog() as log:
+        model(torch.ones(1, 2)).sum().backward()
+    assert [event.op for event in log.events] == ["backward", "wait"]
 
 
 test_another_wrapper_is_not_recorded = refused(
