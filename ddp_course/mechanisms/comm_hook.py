@@ -82,7 +82,7 @@ class HookFuture:
                 f"{self.flat.numel()} numbers, as the bucket has"
             )
         if mean.data_ptr() != self.flat.data_ptr() or mean.dtype != self.flat.dtype:
-            self.flat.copy_(mean.view(-1))
+            self.flat.copy_(mean.reshape(-1))
 
 
 class CommHook:

@@ -32,6 +32,7 @@ from ddp_course.compression import (
 )
 from ddp_course.data_parallel import DistributedDataParallel as Ours
 from ddp_course.launch import spawn
+from ddp_course.mechanisms.comm_hook import HookFuture
 
 SIZES = ((12, 40), (40, 40), (40, 24))
 ALL = ("fp16", "bf16", "int8", "sign", "topk:0.05", "randomk:0.05", "powersgd:1")
@@ -286,6 +287,13 @@ def job() -> tuple:
 
 
 WITHOUT_CUDA = "BF16 all reduce communication hook required CUDA 11+ and"  # a build
+
+
+def test_a_mean_may_have_any_memory_format():
+    future, flat = torch.futures.Future(), torch.zeros(6)
+    future.set_result(torch.arange(6.0).view(2, 3).t())
+    HookFuture(future, flat, "hook").wait()
+    assert flat.tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def test_hooks_are_pytorchs_and_mistakes_are_told():
