@@ -31,11 +31,22 @@ class PlainModel:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        """Describe `module`, or the plain module that was divided into it."""
+        """Describe `module`, or the plain module that was divided into it.
+
+        Raises ValueError for a state that is neither a parameter nor a buffer.
+        """
         if isinstance(before := getattr(module, "plain", None), cls):
             return before
         names = {parameter: name for name, parameter in module.named_parameters()}
         state = module.state_dict(keep_vars=True)
+        for key, value in state.items():
+            extra = key.rpartition(".")[2] == "_extra_state"
+            if extra or not isinstance(value, Tensor):
+                raise ValueError(
+                    f"the model's state_dict has {key}, which is neither a parameter "
+                    "nor a buffer, so no full state can be assembled: keep such a "
+                    "state in a buffer, not in get_extra_state"
+                )
         keys = {key: names.get(value) for key, value in state.items()}
         shapes = {name: parameter.shape for parameter, name in names.items()}
         shapes |= {k: state[k].shape for k, name in keys.items() if name is None}

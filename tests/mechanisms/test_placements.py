@@ -75,6 +75,15 @@ def test_a_way_can_be_read_and_sent():
     assert pickle.loads(pickle.dumps(way)) == way
 
 
+@pytest.mark.parametrize("extra", [{"step": 1}, None, torch.ones(2)])
+def test_a_model_with_extra_state_is_refused(extra):
+    model = nn.Sequential(nn.Linear(2, 2))
+    with patch.object(nn.Linear, "get_extra_state", lambda _: extra, create=True):
+        assert "has 0._extra_state, which is neither" in error_of(
+            lambda: PlainModel.of(model)
+        )
+
+
 # ---- 8 ranks: stages x matrices x pieces ---------------------------------------------
 
 
