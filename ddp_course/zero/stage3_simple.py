@@ -69,7 +69,9 @@ class SimpleFullyShardedDataParallel(nn.Module):
         self.plan = unit_plan(module, self.exchange.size, units)
         for group in (process_group, replicas)[: 1 + (replicas is not None)]:
             for buffer in module.buffers():
-                dist.broadcast(buffer, group=group, group_src=0)
+                numbers = buffer.data.contiguous()  # a slice has gaps in memory
+                dist.broadcast(numbers, group=group, group_src=0)
+                buffer.data.copy_(numbers)
         parameters, places = dict(module.named_parameters()), places_in(module)
         self.units: list[Unit] = []
         pieces: dict[str, nn.Parameter] = {}
