@@ -7,7 +7,8 @@ equal. That is data parallelism. The other steps make it faster, with fewer mess
 Chapter 04.
 
 This file checks nothing. If the ranks' modules differ, training hangs or computes wrong
-results; if one rank fails, the others wait; a module wrapped twice averages twice.
+results; if one rank fails, the others wait; a module wrapped twice averages twice; and
+a parameter or buffer that is a slice of a larger tensor is not sent as a whole.
 """
 
 from collections.abc import Callable
