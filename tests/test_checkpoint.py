@@ -6,6 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -200,6 +201,19 @@ def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file/a, cannot be used"):
         small(tmp_path / "file/a").load(9)
+
+
+def test_processes_of_one_number_on_two_machines_write_into_one_folder(tmp_path):
+    first, other = tmp_path / "rank-0.pt", tmp_path / "rank-1.pt"
+
+    def save_meanwhile(state, file):
+        if state == "first":
+            write_whole("other", other)
+        file.write(state.encode())
+
+    with mock.patch.object(torch, "save", save_meanwhile):
+        write_whole("first", first)
+    assert [path.read_text() for path in (first, other)] == ["first", "other"]
 
 
 def test_two_runs_in_one_folder_do_not_take_anything_from_each_other(tmp_path):

@@ -53,7 +53,8 @@ def fingerprint(value: Any) -> str:
 
 def write_whole(state: Any, path: Path) -> None:
     """Save `state` as `path`, completely or not at all, whenever the process ends."""
-    unfinished = path.with_name(f"{WRITING}{os.getpid()}")
+    # In containers, ranks of several nodes may have the same process id.
+    unfinished = path.with_name(f"{WRITING}{os.getpid()}-{path.name}")
     try:
         with unfinished.open("wb") as file:
             torch.save(state, file)
