@@ -157,8 +157,8 @@ def pipelined(
     plan: Plan,
     buffer: Buffer,
     endpoint: Endpoint,
-    op: Op = ReduceOp.SUM,
-    scratch: Callable[[int], Tensor] = torch.empty,
+    op: Op,
+    scratch: Callable[[int], Tensor],
 ) -> None:
     """Execute `plan` in pieces: add one piece while the next ones are under way.
 
