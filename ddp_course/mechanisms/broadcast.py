@@ -3,6 +3,7 @@
 Chapter 04.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -40,13 +41,16 @@ def broadcast_all(
 def in_batches(
     items: Iterable[Any],
     nbytes: Callable[[Any], int],
-    kind: Callable[[Any], Any] = lambda _: None,
+    kind: Callable[[Any], Any],
 ) -> Iterator[list[Any]]:
     """Yield lists of items of one kind, each of about `TOGETHER` bytes."""
     open_lists: dict[Any, list[Any]] = {}
+    sizes: Counter[Any] = Counter()
     for item in items:
-        members = open_lists.setdefault(kind(item), [])
-        members.append(item)
-        if sum(map(nbytes, members)) >= TOGETHER:
-            yield open_lists.pop(kind(item))
+        which = kind(item)
+        open_lists.setdefault(which, []).append(item)
+        sizes[which] += nbytes(item)
+        if sizes[which] >= TOGETHER:
+            del sizes[which]
+            yield open_lists.pop(which)
     yield from open_lists.values()

@@ -1,12 +1,14 @@
 """The bucket plan: PyTorch's rules, checked against PyTorch's own function."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_course.mechanisms import broadcast
 from ddp_course.mechanisms.buckets import MIB, Bucket, bucket_plan
 from ddp_course.model import GPTConfig, build_gpt
 
@@ -112,3 +114,12 @@ def test_a_bucket_tells_what_it_holds():
         "bucket 0: 1.01 MiB of float32, 12 parameters: "
         "head.out.weight ... blocks.3.attn.qkv.weight"
     )
+
+
+def test_a_batch_is_closed_when_it_is_full_and_each_size_is_asked_once():
+    asked = []
+    with mock.patch.object(broadcast, "TOGETHER", 30):
+        sizes = lambda number: asked.append(number) or 10  # noqa: E731
+        batches = list(broadcast.in_batches(range(8), sizes, lambda number: number % 2))
+    assert batches == [[0, 2, 4], [1, 3, 5], [6], [7]]
+    assert asked == list(range(8))
