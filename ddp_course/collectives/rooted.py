@@ -119,7 +119,7 @@ def _start_with_list(
     root = call.root("src" if is_scatter else "dst", rank)
     if call.rank == root:
         call.tensors(f"{call.name}_list", rows, like=tensor)
-    elif rows is not None and len(rows):
+    elif rows is not None and not (isinstance(rows, Sequence) and len(rows) == 0):
         call.refuse(f"{call.name}_list is given, but only rank {rank} {call.name}s")
 
     def body() -> None:

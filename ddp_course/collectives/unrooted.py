@@ -7,6 +7,7 @@ the tokens of a mixture of experts to the ranks with these experts. Explained in
 """
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -182,10 +183,12 @@ def _split_sizes(
 ) -> list[int]:
     """Return how many rows of a tensor each rank sends or takes, or refuse the call."""
     n, shape = call.size, list(tensor.shape)
-    if not isinstance(split, Sequence | None):
-        call.refuse(f"{role}_split_sizes is {split!r}; it must be a list or None")
+    try:
+        sizes = [index(size) for size in (() if split is None else split)]
+    except TypeError:
+        it_must = "it must be a list of whole numbers, or None"
+        call.refuse(f"{role}_split_sizes is {split!r}; {it_must}")
         return [0] * n
-    sizes = [int(size) for size in split or ()]
     if not shape or (not sizes and shape[0] % n):
         call.refuse(
             f"{role} {shape} cannot be cut into {n} equal parts; "
