@@ -173,10 +173,14 @@ class MasterWeights(Optimizer):
                     copy.copy_(torch.where(same, copy, parameter.to(copy.dtype)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, in float32; PyTorch's method would round it to 16 bits."""
+        """Load a state, in float32; PyTorch's method would round it to 16 bits.
+
+        As in PyTorch's method, states that are not in `state_dict` are dropped.
+        """
         without_states = dict(state_dict)
         states, without_states["state"] = without_states["state"], {}
         super().load_state_dict(without_states)
+        self.optim.state.clear()
         order = [p for group in self.param_groups for p in group["params"]]
         saved_groups = without_states["param_groups"]
         numbers = [n for group in saved_groups for n in group["params"]]

@@ -165,6 +165,18 @@ def test_saved_and_loaded_the_copies_keep_their_bits():
         assert same(state(other), right) == (load is MasterWeights.load_state_dict)
 
 
+def test_loading_drops_states_that_the_loaded_state_does_not_have():
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = MasterWeights([weight], SGD, lr=1.0, momentum=0.5)
+    new = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        optimizer.load_state_dict(new)
+        assert optimizer.state[weight].keys() == {"master"}
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        assert weight.item() == -1.0  # -1.5 with the momentum of an earlier step
+
+
 def sharded() -> list:
     found = [by_hand(3)]  # here: another number of threads rounds otherwise
     inner = partial(MasterWeights, optimizer_class=AdamW)
