@@ -1,8 +1,9 @@
 """Judge a step: is it legal, what is its critical path, and is there a better order?
 
-`check` uses only the events, whether they are simulated, written by hand, or recorded
-on ranks. `critical_path` goes back from the end of the step, from each event to the
-event that it waited for. `best_order` tries all orders. Chapter 15.
+`check` uses only the events, whether they are simulated or written by hand. (A step
+recorded on ranks is not legal: its events take other times than the plan's layers.)
+`critical_path` goes back from the end of the step, from each event to the event that it
+waited for. `best_order` tries all orders. Chapter 15.
 """
 
 import math
@@ -73,8 +74,9 @@ def _not_once(step: TimedStep) -> Iterator[str]:
             took = event.end - event.start
             yield f"{event} takes {took}; it must take {lengths[key]}"
         keys.add(key)
-    for op, layer, piece in lengths.keys() - keys:
-        yield f"{StepEvent(op, layer, piece, 0, 0)} is never done"
+    for op, layer, piece in lengths:
+        if (op, layer, piece) not in keys:
+            yield f"{StepEvent(op, layer, piece, 0, 0)} is never done"
 
 
 def _two_at_once(step: TimedStep) -> Iterator[str]:

@@ -173,6 +173,13 @@ def test_what_is_wrong_is_named(op, layer, to, message):
         check(changed(right, op, layer, to))
 
 
+def test_of_several_missing_events_the_first_is_named():
+    """In each process, however its strings are hashed."""
+    step = simulate_step([Layer(1, 1, 1)] * 30, FIFO)
+    with pytest.raises(OrderError, match="^fifo: backward 0 is never done$"):
+        check(replace(step, events=()))
+
+
 def test_wait_for_all_is_judged_by_its_own_rule():
     layer_by_layer = simulate_step((Layer(1, 1, 1), Layer(1, 1, 3)), priority(1))
     check(layer_by_layer)
