@@ -88,7 +88,13 @@ class RowWorker(Worker):
         self.form = digest((width, str(self.values.dtype)))
 
     def pull(self, indices: Tensor) -> Tensor | None:
-        """Return the rows of `indices` (any shape), each sent once; None at the end."""
+        """Return the rows of `indices` (any shape), each sent once; None at the end.
+
+        Raises ValueError for indices that are not int64: the server expects 8 bytes of
+        each, and would wait for more.
+        """
+        if indices.dtype is not torch.int64:
+            raise ValueError(f"indices are {indices.dtype}; they must be torch.int64")
         rows, places = indices.unique(return_inverse=True)
         self.ask(PULL, len(rows))
         self._wait(self.endpoint.send(rows, self.server))

@@ -137,6 +137,7 @@ def cannot_work() -> list[str]:
         said(ValueError, Worker, params, server=-1),
         said(ValueError, Worker(params).push),
         said(ValueError, RowWorker(width=2).push),
+        said(ValueError, RowWorker(width=2).pull, torch.zeros(3, dtype=torch.int32)),
     ]
 
 

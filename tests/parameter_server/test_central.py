@@ -154,8 +154,9 @@ def test_what_cannot_work_is_refused_before_anything_is_sent(two_ranks):
     assert "SGD'>; it must be an optimizer of params, such as" in said[0][2]
     for words in said[1][:2]:
         assert re.fullmatch("server is (5|-1); it must be a rank of .* 0 to 1", words)
-    for words in said[1][2:]:
+    for words in said[1][2:4]:
         assert "push without a pull before it: call pull before each push" in words
+    assert said[1][4] == "indices are torch.int32; they must be torch.int64"
 
 
 def test_a_second_push_after_a_pull_is_refused_and_the_first_counts():
