@@ -96,7 +96,8 @@ def parts_of(*, every: int, warmup: int, **outer: Any) -> list[Any]:
     """Return the parts; raise ValueError for an argument out of its range."""
     for name, value, least in (("every", every, 1), ("warmup", warmup, 0)):
         if type(value) is not int or value < least:
-            raise ValueError(f"{name} is {value!r}; it must be {least} or more")
+            must = f"it must be a whole number, {least} or more"
+            raise ValueError(f"{name} is {value!r}; {must}")
     return [
         SameReplicas(every=every, warmup=warmup, **outer),
         StaysFrozen(),

@@ -46,7 +46,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.spare, int) or self.spare < 0:
-            raise ValueError(f"spare is {self.spare!r}; it must be 0 or more workers")
+            must = "it must be a whole number of workers, 0 or more"
+            raise ValueError(f"spare is {self.spare!r}; {must}")
         if not self.bound >= 0:
             raise ValueError(f"bound is {self.bound!r}; it must be 0 or more clocks")
 

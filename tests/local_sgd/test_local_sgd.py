@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused_in_words(ranks):
         assert "lr is 0.5 on ranks 0, 1, 2, 1.5 on rank 3" in lr
     model = cases.plain()
     for wrong in ({"every": 0}, {"every": 2.0}, {"warmup": -1}):
-        with pytest.raises(ValueError, match="it must be [01] or more"):
+        with pytest.raises(ValueError, match="must be a whole number, [01] or more"):
             LocalSGD(cases.INNER["sgd"](model.parameters()), model, **wrong)
 
 

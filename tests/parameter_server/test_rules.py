@@ -183,6 +183,7 @@ def test_a_last_gradient_counts_although_its_worker_has_left():
 
 test_what_is_no_rule_and_what_is_no_run_is_refused = refused(
     (lambda: Rule(spare=-1), "spare"),
+    (lambda: Rule(spare=1.5), "spare is 1.5; it must be a whole number of workers"),
     (lambda: Book("synchronous"), "rule is 'synchronous'; it can be SYNCHRONOUS, ASYN"),
     (lambda: Rule(bound=-1), "bound"),
     (lambda: Rule(bound=math.nan), "bound"),
