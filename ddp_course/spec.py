@@ -429,7 +429,10 @@ class Layout:
             if text := problem(self):
                 raise SpecError(text, problem.__name__.strip("_"))
         if world_size is not None:
-            self.mesh.check(world_size)
+            try:
+                self.mesh.check(world_size)
+            except ValueError as error:
+                raise SpecError(str(error), *self.model_axes, "dp") from None
         if batch_size is not None:
             self._check_rows(batch_size)
         if config is not None:

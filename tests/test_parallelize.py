@@ -18,7 +18,7 @@ from ddp_course.launch import RankError, spawn
 from ddp_course.mesh import Axes, Mesh
 from ddp_course.model import PRESETS, GPTConfig, build_gpt
 from ddp_course.parallelize import clip_gradients, optimizer_for, parallelize
-from ddp_course.spec import AXES, DATA_PARALLEL, layout_for
+from ddp_course.spec import AXES, DATA_PARALLEL, SpecError, layout_for
 from ddp_course.tensor_parallel import axis as tp_axis
 from ddp_course.train import History, largest_difference, train
 
@@ -113,6 +113,14 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
     (choose(4, strategy="x"), "strategy 'x' does not exist; see --data-parallel"),
     (choose(1, replicas=4), "replicas is called threads now: --threads N"),
 )
+
+
+def test_too_many_or_too_few_ranks_are_a_wrong_option():
+    with pytest.raises(SpecError, match="dp 3 needs 3 ranks, .* size is 4") as raised:
+        layout_for(4, dp=3)
+    assert raised.value.options == ("dp",)
+    with pytest.raises(SpecError, match="needs 4 ranks, .* size is 8"):
+        layout_for(4, tp=2).check(world_size=8)
 
 
 def rows_of(rows, **asked):
