@@ -224,6 +224,18 @@ def test_what_is_not_a_notebook_is_told(text, command, tmp_path, capsys):
     assert path.read_text() == text
 
 
+def test_a_chapter_that_cannot_be_read_is_told(tmp_path, capsys, monkeypatch):
+    path = make(tmp_path / "n.ipynb", "1")
+
+    def forbidden(self, **how):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    code, output = complaint(["run", str(path)], capsys)
+    assert code == 1
+    assert output.startswith(f"ddp-course: n, cannot read {path}: Permission denied")
+
+
 def test_a_cell_that_lacks_something_can_be_read(tmp_path):
     """As other programs may write it."""
     path = make(tmp_path / "n.ipynb", "1", new_markdown_cell("a"))

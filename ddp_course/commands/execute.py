@@ -49,10 +49,11 @@ class Failure:
 
 
 def read_notebook(path: Path) -> NotebookNode:
-    """Return the notebook as it is stored. Raises ValueError if it is no notebook.
+    """Return the notebook as it is stored.
 
     Nothing is converted, since a conversion would draw random cell ids. Fields that
-    other programs may omit from a cell are added, with empty values.
+    other programs may omit from a cell are added, with empty values. Raises ValueError
+    if the file is no notebook, or cannot be read.
     """
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -66,6 +67,8 @@ def read_notebook(path: Path) -> NotebookNode:
         return nbformat.v4.reads(json.dumps(stored))
     except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"not a notebook ({error})") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
 
 
 class OwnSockets:
