@@ -155,6 +155,14 @@ def test_the_command_finds_what_the_chapter_finds(capsys):
     assert f"The fastest: {first.candidate}." not in other, "formats do matter"
 
 
+def test_a_typed_shape_is_the_only_one_that_must_fit_the_parameters(capsys):
+    """A GPT of 10 million parameters in the usual shape is too small for the words."""
+    assert main(["plan", "--params", "10m", "--gpu", "h100"]) == 1
+    assert "words in 128 channels alone" in capsys.readouterr().err
+    text = shown(capsys, "--params 10m --gpu h100 --layers 4 --hidden 32")
+    assert "10,000,000 parameters" in text and "The fastest: " in text
+
+
 def test_nothing_fits(capsys):
     assert main(["plan", "--params", "405b", "--gpus", "8", "--gpu", "h100"]) == 1
     assert "No layout fits" in (text := capsys.readouterr().out)

@@ -85,15 +85,17 @@ def workload_of(args: Namespace) -> tuple[Workload, list[str]]:
         return Workload(known.parameters, *shape, rows, tied=True), []
     sequence, vocab = typed.get("sequence", SEQUENCE), typed.get("vocab", VOCAB)
     rows = rows_of(args, sequence)
-    workload = Workload.of_size(args.parameters, sequence, vocab, rows)
     if ("layers" in typed) != ("hidden" in typed):
         raise ValueError("set both --layers and --hidden, or neither")
     if "hidden" in typed:
         most = max(1, typed["hidden"] // 128)
         heads = max(n for n in divisors(typed["hidden"]) if n <= most)
-        workload = replace(workload, **{"heads": heads} | typed)
+        shape = {"heads": heads, "sequence": sequence, "vocab": vocab} | typed
+        workload = Workload(args.parameters, rows=rows, **shape)
     elif "heads" in typed:
         raise ValueError(f"--heads {typed['heads']} needs --layers and --hidden")
+    else:
+        workload = Workload.of_size(args.parameters, sequence, vocab, rows)
     usual = [f"--{n} {getattr(workload, n)}" for n in SHAPE if n not in typed]
     return workload, usual
 
