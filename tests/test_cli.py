@@ -275,6 +275,7 @@ def test_the_doctor_tells_when_gpus_were_tried(tmp_path):
         "On GPUs (H100, torch 2.13.0, NCCL 2.27) 2 tests passed 10 days ago, failed: "
         "memory."
     )
+    assert "passed 1 day ago, f" in doctor.tried_on_gpus(file, date(2026, 2, 28))
 
 
 # Proofs: each must hold here, and must fail for ranks that do it wrong

@@ -234,10 +234,11 @@ def tried_on_gpus(results: Path = RESULTS, today: date | None = None) -> str:
         )
     last = json.loads(results.read_text())
     days = ((today or date.today()) - date.fromisoformat(last["date"])).days
+    ago = f"{days} day{'s' * (days != 1)} ago"
     failed = f", failed: {', '.join(last['failed'])}" if last["failed"] else ""
     return (
         f"On GPUs ({', '.join(sorted(set(last['gpus'])))}, torch {last['torch']}, NCCL "
-        f"{last['nccl']}) {len(last['passed'])} tests passed {days} days ago{failed}."
+        f"{last['nccl']}) {len(last['passed'])} tests passed {ago}{failed}."
     )
 
 
