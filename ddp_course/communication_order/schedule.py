@@ -199,7 +199,7 @@ class TimedStep:
                 first, last = int(event.start / unit), int(event.end / unit)
                 text = f"{'S' if lane == 'link' else event.op[0].upper()}{event.layer}"
                 cells[first:last] = [text] * (last - first)
-            width = max(map(len, cells))
+            width = max(map(len, cells), default=0)  # 0 if no layer takes time
             rows.append(f"{lane:<7} | " + " ".join(c.ljust(width) for c in cells))
         return "\n".join([head, *(row.rstrip() for row in rows)])
 
@@ -223,6 +223,8 @@ def simulate_step(
         if not 0 <= time < math.inf:
             must = "it must be a finite number, 0 or more"
             raise ValueError(f"{name} is {time!r}; {must}")
+    if not layers:
+        raise ValueError("layers is empty; a step needs one Layer or more")
     ready_at = ready_times(layers)
     backward = [
         StepEvent("backward", number, 0, end - layers[number].backward, end)

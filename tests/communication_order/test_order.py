@@ -143,6 +143,13 @@ def test_a_policy_that_starves_or_deadlocks_is_refused():
         best_order(THREE, priority(1))
 
 
+def test_a_step_without_layers_is_refused_and_one_without_time_is_printed():
+    with pytest.raises(ValueError, match="layers is empty; a step needs one Layer"):
+        simulate_step([], FIFO)
+    rows = str(simulate_step([Layer(0, 0, 0)], FIFO)).splitlines()
+    assert rows == ["fifo: 0, of which 0 idle", "compute |", "link    |"]
+
+
 def changed(step: TimedStep, op: str, layer: int, to: dict) -> TimedStep:
     """Return the step with one event changed, or left out, if `to` is empty."""
     events = []
