@@ -64,9 +64,9 @@ class Autocast(TorchFunctionMode):
 
     A parameter is cast once, however often it is used, and the result is cached until
     the end of the block; so do not change parameters in the block. Raises ValueError
-    for another type. Does what torch.autocast does, except that torch.utils.checkpoint
-    raises in the block, because it would recompute outside of the block.
-    `mechanisms.recompute` works.
+    for another type. Does what torch.autocast does with the functions of the table;
+    PyTorch's tables are longer. torch.utils.checkpoint raises in the block, because it
+    would recompute outside of the block. `mechanisms.recompute` works.
     """
 
     def __init__(
