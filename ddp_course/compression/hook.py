@@ -74,7 +74,11 @@ class Compressor:
         return {"errors": {i: e.clone() for i, e in self.feedback.memory.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict` of this rank."""
+        """Load a `state_dict` of this rank, of the same buckets.
+
+        PyTorch's DDP has other buckets in its first step, and the second one forgets
+        their errors: there, load the state after two steps.
+        """
         self.feedback.memory = {i: e.clone() for i, e in state["errors"].items()}
 
 
