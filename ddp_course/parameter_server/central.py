@@ -88,10 +88,16 @@ class Server:
             )
         everybody = set(range(self.endpoint.size)) - {self.endpoint.rank}
         self.workers = sorted(everybody if workers is None else workers)
+        late = set(late)
+        if strangers := {*self.workers, *late} - set(range(self.endpoint.size)):
+            raise ValueError(
+                f"workers or late has {min(strangers)}; they must be ranks of the "
+                f"group, 0 to {self.endpoint.size - 1}"
+            )
         self.row, self.optimizer = ParameterRow(params), optimizer
         self.form, self.patience = self.row.form, patience
         self.after_step = after_step
-        self.book = Book(rule, set(self.workers) - set(late), steps, version)
+        self.book = Book(rule, set(self.workers) - late, steps, version)
         like = self.row.weights
         # By worker: the weights that it pulls, its gradient, the time of its last call.
         self.sent_weights = {worker: torch.empty_like(like) for worker in self.workers}

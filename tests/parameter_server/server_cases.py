@@ -131,6 +131,8 @@ def cannot_work() -> list[str]:
             said(ValueError, Worker, params),
             said(ValueError, Server, params, optimizer, "synchronous"),
             said(ValueError, Server, params, torch.optim.SGD),
+            said(ValueError, Server, params, optimizer, workers=[1, 2]),
+            said(ValueError, Server, params, optimizer, late=[-1]),
         ]
     return [
         said(ValueError, Worker, params, server=5),

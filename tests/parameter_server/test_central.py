@@ -152,6 +152,10 @@ def test_what_cannot_work_is_refused_before_anything_is_sent(two_ranks):
     assert "server is 0, which is this rank; the server cannot be its own" in said[0][0]
     assert "rule is 'synchronous'; it can be SYNCHRONOUS" in said[0][1]
     assert "SGD'>; it must be an optimizer of params, such as" in said[0][2]
+    assert (
+        said[0][3] == "workers or late has 2; they must be ranks of the group, 0 to 1"
+    )
+    assert "workers or late has -1; they must be ranks of the group" in said[0][4]
     for words in said[1][:2]:
         assert re.fullmatch("server is (5|-1); it must be a rank of .* 0 to 1", words)
     for words in said[1][2:4]:
