@@ -25,7 +25,7 @@ from ddp_course.planning.step_time import (
 )
 from ddp_course.planning.workload import Workload
 from ddp_course.spec import RECOMPUTE, ZERO
-from ddp_course.theory.checks import check_count
+from ddp_course.theory.checks import check_choice, check_count
 
 MICROBATCHES = (1, 2, 4, 8, 16)
 STAGES = (1, 2, 4)
@@ -64,6 +64,13 @@ def search(
             'Cluster(ACCELERATORS["h100"], gpus=8)'
         )
     check_count("gpus", cluster.gpus)
+    if recompute is not None:
+        check_choice("recompute", recompute, RECOMPUTE)
+    if recompute == "selective" and software.fused_attention:
+        raise ValueError(
+            "recompute is 'selective'; fused attention keeps no scores to recompute: "
+            "use Software(fused_attention=False), or another kind"
+        )
     limit = ROOM * cluster.gpu.memory
     predictions = [
         predict(workload, cluster, candidate, software)

@@ -183,6 +183,14 @@ def test_a_layout_that_cannot_be(layout, says):
 
 test_no_layout_at_all_is_refused = refused(
     (lambda: search(GPT, Cluster(H100, 29)), "no layout of 29 GPUs divides 64 rows"),
+    (
+        lambda: search(GPT, EIGHT, recompute="all"),
+        "recompute is 'all'; it can be 'none",
+    ),
+    (
+        lambda: search(GPT, EIGHT, recompute="selective"),
+        "'selective'; fused attention keeps no scores to recompute",
+    ),
 )
 
 
