@@ -536,7 +536,8 @@ def check_fields(spec: Training | Layout) -> None:
             continue
         else:
             whole, limits = str(each.type).startswith("int"), about["limits"]
-            right = type(value) is int if whole else isinstance(value, int | float)
+            real = isinstance(value, int | float) and not isinstance(value, bool)
+            right = type(value) is int if whole else real
             right = right and within(value, **limits)
             words = in_words(**limits)
             between = " " if words.startswith("above") else ", "

@@ -373,6 +373,7 @@ test_train_refuses_what_cannot_be = refused(
         training(batchsize=4),
         "no option 'batchsize'; .* batch_size, .* keep_state, .* tp",
     ),
+    (training(clip=True), "clip is True; it must be a number above 0"),
     (training(every=0), "every is 0; it must be a whole number, 1 or more"),
     (training(save="sync"), "save is 'sync'; it can be one of waiting, async"),
 )
