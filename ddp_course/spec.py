@@ -604,6 +604,12 @@ def _threads(a: Layout) -> str | None:
             "DataParallel runs in one process, without ZeRO; use ranks 1 and zero 0, "
             "or threads 1"
         )
+    if a.threads > 1 and a.data_parallel != "ddp":
+        return (
+            f"threads is {a.threads} and data_parallel is {a.data_parallel!r}: "
+            "DataParallel averages its threads' gradients itself; set only one of the "
+            "two"
+        )
     return None
 
 

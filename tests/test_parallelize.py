@@ -97,6 +97,7 @@ test_what_is_no_layout_is_refused_with_what_is_allowed = refused(
     (choose(4, zero=True), "zero is True; it can be one of 0, 1, 2, 3"),
     (choose(4, data_parallel="x"), "data_parallel is 'x'; it can be one of average"),
     (choose(4, threads=4), "threads is 4, ranks is 4 and zero is 0"),
+    (choose(1, threads=2, data_parallel="flat"), "threads is 2 .* 'flat': DataPar"),
     (
         choose(4, tp=2, data_parallel="average"),
         "'average' cannot be combined with tp: the",
