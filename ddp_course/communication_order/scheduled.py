@@ -62,7 +62,8 @@ class ScheduledDataParallel(OrderedDataParallel):
 
     All ranks must construct it together. Keep it as long as you train (its hooks are
     removed with it), and call `finish()` at the end: the last step may still be due. On
-    a GPU, where this class was never run, times are those of the GPU's stream.
+    a GPU, where this class was never run, backward is timed on the GPU's stream, but
+    forwards and updates on the host, which only launches them.
 
     Args:
         module: the same on all ranks; all get rank 0's values. Each rank keeps its
