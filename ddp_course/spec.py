@@ -719,7 +719,7 @@ def _local(a: Layout) -> str | None:
 def _compress(a: Layout) -> str | None:
     if a.compress is None:
         return None
-    compression(a.compress)
+    name, _ = compression(a.compress)
     if wrong := _divided_replicas(a):
         return (
             f"compress is {a.compress!r} and {wrong[0]}; compressing is for "
@@ -733,6 +733,12 @@ def _compress(a: Layout) -> str | None:
             f"compress {a.compress!r} cannot be combined with precision 'fp16': the "
             "compression error of one step's scaled gradient would be added to a "
             "gradient with another scale; use bf16"
+        )
+    if name == "powersgd" and PRECISIONS[a.precision].parameters != "float32":
+        return (
+            f"compress {a.compress!r} cannot be combined with precision "
+            f"{a.precision!r}: its memory also adds up how far a rank's gradients are "
+            "from the mean, until 16 bits have no room for the next gradient; use bf16"
         )
     return None
 

@@ -35,6 +35,8 @@ class PowerSGD(Compressor):
         seed: seed of the first Q; the same on all ranks.
 
     It stores Q and the errors from step to step; it needs error feedback to converge.
+    As in PyTorch, an error is this rank's gradient minus the mean, also of vectors. So
+    the ranks' differences add up in it: give it gradients in float32.
     """
 
     def __init__(

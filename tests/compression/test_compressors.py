@@ -165,6 +165,19 @@ def test_with_feedback_what_is_lost_is_what_the_memories_hold(words):
     assert (lost - errors).norm() > 0.5 * lost.norm()
 
 
+def test_powersgds_memory_of_ranks_that_differ_needs_32_bits():
+    """With 16 bits, the mean of the ranks' 5/4 and -3/4 is lost after 300 steps."""
+    means = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        ranks = [PowerSGD(1) for _ in range(2)]
+        own = [[torch.full((4,), value, dtype=dtype)] for value in (1.25, -0.75)]
+        for _ in range(300):
+            (mean,), _ = play(ranks, own)
+        means[dtype] = mean[0].item()
+    assert means[torch.float32] == 0.25
+    assert means[torch.bfloat16] != 0.25
+
+
 # ---- plants --------------------------------------------------------------------------
 
 

@@ -64,6 +64,7 @@ test_what_cannot_be_says_so_before_a_rank_starts = answered(
     ("int8:4", "compress is 'int8:4'; it can be"),
     ("int8 --zero 1", "compress is 'int8' and zero is 1; compressing is for data_"),
     ("sign --precision fp16", "scaled gradient would be added to a gradient"),
+    ("powersgd:4 --precision bf16-pure", "16 bits have no room for the next gradient"),
     fixtures=["nothing_starts"],
 )
 test_nor_do_other_meshes = answered(
