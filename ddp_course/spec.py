@@ -313,7 +313,7 @@ class Layout:
         None, "with --local-steps: see below (default: average)", OUTER
     )
     outer_lr: float | None = option(
-        None, "learning rate of nesterov (default: 0.7)", least=0
+        None, "learning rate of nesterov (default: 0.7)", above=0
     )
     outer_momentum: float | None = option(
         None, "momentum of nesterov (default: 0.9)", least=0, below=1
