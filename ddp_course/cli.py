@@ -277,8 +277,9 @@ def _train(add: Callable[..., Parser]) -> None:
     )
     train.set_defaults(before=train_options.check_typed)
     axes = f"{', '.join([*spec.AXES][:-1])} and {[*spec.AXES][-1]}"
-    ranks = f"processes, 1 to 64 (default: as many as {axes} need)"
-    train.numbers(ranks=(_whole(64), None, ranks))
+    most = train_options.MOST
+    ranks = f"processes, 1 to {most} (default: as many as {axes} need)"
+    train.numbers(ranks=(_whole(most), None, ranks))
     for each in (*fields(spec.Training), *fields(spec.Layout)):
         train.option(each)
     for gone in ("strategy", "replicas"):

@@ -95,6 +95,7 @@ test_what_cannot_be_is_one_line_and_nothing_is_started = answered(
     ("--capacity 1.25", "--capacity has no effect without --experts"),
     ("--every 5", "--every has no effect without --checkpoint"),
     ("--save async", "--save has no effect without --checkpoint"),
+    ("--dp 64 --pp 2 --batch-size 512", "the axes need 128 ranks; at most 64 are"),
     ("--tp 8", "n_head is 12, which 8 ranks cannot share equally"),
     ("--checkpoint /proc/nowhere", "/proc/nowhere, cannot be used"),
     fixtures=["nothing_starts"],

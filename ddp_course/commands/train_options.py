@@ -15,6 +15,7 @@ from typing import Any
 from ddp_course.commands import CommandError, check_file
 from ddp_course.spec import AXES, Layout, Training, layout_for
 
+MOST = 64  # ranks that the command starts on this machine
 OF_LAYOUT = [each.name for each in fields(Layout)]
 
 
@@ -73,6 +74,11 @@ def check_folder(folder: str) -> None:
 def check_layout(args: Namespace) -> None:
     """Raise CommandError unless the typed options are a valid layout."""
     settings, ranks = settings_of(args), ranks_of(args)
+    if ranks > MOST:
+        raise CommandError(
+            f"the axes need {ranks} ranks; at most {MOST} are started on one machine: "
+            "use smaller axes, or torchrun on many machines"
+        )
     try:
         layout = layout_for(ranks, **{name: settings[name] for name in OF_LAYOUT})
         model = {each.name: settings[each.name] for each in fields(Training)}
