@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ddp_course.collectives.meeting import Meeting, meeting
@@ -22,6 +22,8 @@ from ddp_course.mechanisms.replicable import form_of, why_not_replicable
 from ddp_course.model import GPT, check_tokens
 
 SHARED = ("n_head", "vocab_size")  # must be multiples of the number of ranks
+# With sequence_parallel, the gradients of these layers' parameters are summed
+SUMMED = (nn.Linear, nn.Embedding, nn.LayerNorm)
 
 
 def check_model(
@@ -35,7 +37,7 @@ def check_model(
     They must have the same model, in every number, and the same options
     (`tensor_parallel`).
     """
-    problem, form = _problem_with(model, meeting(group).size), {}
+    problem, form = _problem_with(model, meeting(group).size, sequence_parallel), {}
     if all_reduce is not None and not callable(all_reduce):
         problem = f"all_reduce is {all_reduce!r}; it must be a function or None"
     if not problem:
@@ -54,7 +56,7 @@ def check_model(
     agreed(check, group, **form)
 
 
-def _problem_with(model: Any, size: int) -> str | None:
+def _problem_with(model: Any, size: int, sequence_parallel: bool) -> str | None:
     if not isinstance(model, GPT):
         return f"model is a {type(model).__name__}; it must be a plain GPT"
     if wrong := why_not_replicable(model) or model.config.indivisible(SHARED, size):
@@ -68,6 +70,13 @@ def _problem_with(model: Any, size: int) -> str | None:
             return (
                 f"{name} has a hook, which this rank's part of it would not have: "
                 "register hooks on parameters() of what tensor_parallel returns"
+            )
+    for name, layer in model.named_modules() if sequence_parallel else ():
+        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
+        if trained and not isinstance(layer, SUMMED):
+            return (
+                f"{name} is a {type(layer).__name__}; with sequence_parallel each rank "
+                "would train it with its own tokens alone: leave sequence_parallel out"
             )
     return None
 

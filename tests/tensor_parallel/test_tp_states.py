@@ -13,6 +13,8 @@ from torch import nn
 from tp_cases import batch, model, refused
 from trained import same
 
+from ddp_course.experts.gpt import build_mixture_gpt
+from ddp_course.gpt_config import MixtureConfig
 from ddp_course.launch import spawn
 from ddp_course.mechanisms.recompute import recompute, recompute_blocks
 from ddp_course.mechanisms.whole_state import (
@@ -26,6 +28,10 @@ from ddp_course.tensor_parallel import (
     RowParallelLinear,
     parallel_rng,
     tensor_parallel,
+)
+
+MIXTURE = MixtureConfig(
+    vocab_size=24, block_size=12, n_layer=1, n_head=2, d_model=8, experts=2
 )
 
 
@@ -187,6 +193,7 @@ def refusals() -> list[str]:
         lambda: tensor_parallel(nn.Linear(2, 2) if rank else model()),
         lambda: tensor_parallel(cut),
         lambda: tensor_parallel(hooked),
+        lambda: tensor_parallel(build_mixture_gpt(MIXTURE), sequence_parallel=True),
         lambda: cut(*batch(rank)),
         lambda: cut(x if rank else x[:1], y if rank else y[:1]),
         lambda: cut(x, y[:, :-1] if rank else y),
@@ -208,6 +215,7 @@ def refusals() -> list[str]:
         "rank 1: model is a Linear; it must be a plain GPT",
         "model is a TensorParallelGPT; it must be a plain GPT",
         "head.norm.bias has a hook, which this rank's part of it would not have",
+        "blocks.0.mlp.experts is a StackedExperts; with sequence_parallel each rank",
         "idx differs between the ranks. rank 0: int64 [3, 12] with digest",
         "the ranks make different calls",
         "rank 1: targets has shape (3, 11); the logits are for (3, 12)",
