@@ -115,7 +115,7 @@ class PipelineParallel(DividedModule, Pipeline):
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         form = form_of(model, num_microbatches=m, sizes=sizes, recompute=recompute)
         form |= {"recorder": type(recorder).__name__, "the schedule": schedule}
-        choose = partial(choose_plan, model, size, schedule, m, sizes)
+        choose = partial(choose_plan, model, size, schedule, m, sizes, loss_fn)
         schedule, plan = agreed(choose, group, **form)
         for tensor in (*model.parameters(), *model.buffers()):
             numbers = tensor.detach().contiguous()
@@ -269,9 +269,15 @@ def choose_plan(
     schedule: str | Schedule,
     num_microbatches: int | None,
     sizes: Sequence[int] | None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> tuple[Schedule, StagePlan]:
     """Return the schedule and the stages; raise ValueError or TypeError if unusable."""
     check_module(model)
+    if loss_fn is not None and hasattr(model, "ends"):
+        raise ValueError(
+            "tensor parallelism has cut the model, so loss_fn would get a part of the "
+            "logits: leave loss_fn out, and the model's own loss is used"
+        )
     schedule = _schedule(num_ranks, schedule, num_microbatches)
     check_complete(schedule)
     add_messages(schedule)  # raises ScheduleError if ranks would wait for ever

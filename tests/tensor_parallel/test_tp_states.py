@@ -23,6 +23,8 @@ from ddp_course.mechanisms.whole_state import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
+from ddp_course.model import cross_entropy
+from ddp_course.pipeline import PipelineParallel
 from ddp_course.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -205,6 +207,7 @@ def refusals() -> list[str]:
         ),
         lambda: load_full_state_dict(cut, state | {"head.out.weight": torch.zeros(2)}),
         lambda: full_optimizer_state_dict(cut, optimizer),
+        lambda: PipelineParallel(cut, "gpipe", 2, loss_fn=cross_entropy),
         factored.step,
         lambda: full_optimizer_state_dict(cut, factored_state),
         lambda: load_full_optimizer_state_dict(cut, adamw(cut), {"state": 3}),
@@ -225,6 +228,7 @@ def refusals() -> list[str]:
         "the state_dict has no head.norm.weight, head.norm.bias, head.out.weight",
         "the state_dict has head.out.weight as [2]; it must be [24, 24]",
         "a tensor of shape [3] is no part of this model; use the model's parameters()",
+        "tensor parallelism has cut the model, so loss_fn would get a part",
         "Adafactor, which cannot step parts of a tensor",
         "only states of the parameter's own shape",
         "this is no state_dict of an optimizer",
