@@ -121,7 +121,7 @@ class Runtime:
         In the last stage the graph ends with the microbatch's part of the mean loss.
         """
         training, y = torch.is_grad_enabled(), None
-        if stage > 0 and training and x.is_floating_point():
+        if stage > 0 and training and (x.is_floating_point() or x.is_complex()):
             x.requires_grad_()
         if stage == self.last:
             y = self.y[microbatch]

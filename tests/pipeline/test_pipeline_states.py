@@ -186,6 +186,32 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         assert words in results[0][case], results[0][case]
 
 
+class ToComplex(nn.Module):
+    def forward(self, x):
+        return torch.complex(x, x * x)
+
+
+class FromComplex(nn.Module):
+    def forward(self, x):
+        return x.real + x.imag
+
+
+def of_complex_activations():
+    """Return the first weight's gradient in a pipeline with a complex activation."""
+    torch.manual_seed(0)
+    layers = nn.Linear(2, 2), ToComplex(), FromComplex(), nn.Linear(2, 2)
+    model, x = nn.Sequential(*layers), torch.randn(4, 2)
+    mse(model(x), x).backward()
+    expected = model[0].weight.grad.clone()
+    model.zero_grad()
+    PipelineParallel(model, "gpipe", 2, sizes=[2, 2], loss_fn=mse).step(x, x)
+    return dist.get_rank() > 0 or same(model[0].weight.grad, expected, **CLOSE)
+
+
+def test_complex_activations_have_gradients():
+    assert all(spawn(of_complex_activations, world_size=2, output="none"))
+
+
 class Breaks(nn.Module):
     """A layer that fails at its third microbatch."""
 
