@@ -70,7 +70,8 @@ class SameBatch:
     ) -> None:
         m = pipeline.schedule.num_microbatches
         problem = problem or pipeline.find_unplaced() or self._batch_problem(x, y, m)
-        call = {"the call": name, "x": describe(x), "y": describe(y)}
+        call = {"the call": name, "training": str(pipeline.training)}
+        call |= {"x": describe(x), "y": describe(y)}
         same = self._all_have(f"{call} {problem}")
         if problem or not same:
             agreed(partial(refuse, problem), self.group, error=CollectiveError, **call)

@@ -48,14 +48,18 @@ class Forms:
         self.known: dict[tuple, list[Form]] = {}
 
     @torch.no_grad()
-    def of(self, x: Tensor) -> list[Form]:
+    def of(self, x: Tensor, training: bool) -> list[Form]:
         """Return the forms for a batch like `x`; all ranks must call it.
+
+        They are found once for training and once for evaluation, as only training may
+        change a buffer.
 
         Raises PipelineError on the rank where a stage fails, and CollectiveError, on
         all ranks, for a layer whose buffers change in a training forward.
         """
         one = torch.empty(1, 1, device=x.device)
-        kind = x.dtype, x.shape[1:], (one @ one).dtype  # autocast's type, if it is on
+        dtype = (one @ one).dtype  # autocast's type, if it is on
+        kind = x.dtype, x.shape[1:], dtype, training
         if kind not in self.known:
             self.known[kind] = self._find(x[:1])
         return self.known[kind]

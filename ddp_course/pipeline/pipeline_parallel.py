@@ -213,7 +213,7 @@ class PipelineParallel(DividedModule, Pipeline):
     ) -> Runtime:
         self._broken = "an earlier step failed: construct a new pipeline on all ranks"
         x, y = x.to(self.device), None if y is None else y.to(self.device)
-        endpoint, forms = Endpoint(self.group), self.forms.of(x)
+        endpoint, forms = Endpoint(self.group), self.forms.of(x, self.training)
         runtime = Runtime(self.stages, schedule, endpoint, forms, x, y, self.parts)
         runtime.loss_scale = loss_scale
         try:

@@ -141,6 +141,12 @@ def refusals() -> dict[str, str]:
         )
         PipelineParallel(model, "gpipe", 1, loss_fn=mse).step(ones, ones)
         PipelineParallel(model.eval(), "gpipe", 2, loss_fn=mse).step(ones, ones)
+    late = nn.Sequential(nn.Linear(2, 2), RunningMean(), nn.Linear(2, 2))
+    late = PipelineParallel(late, "gpipe", 2, loss_fn=mse)
+    late.eval()(ones, ones)  # an evaluation before the first step
+    results["evaluated"] = refused(late.train().step, ones, ones)
+    results["modes"] = refused(pipeline.train(rank == 0).step, x, y)
+    pipeline.train()
     tokens = torch.tensor([0, 1, -100, 0])
     words = PipelineParallel(norm.eval(), "gpipe", 2)  # the loss is cross-entropy
     results["ignored"] = refused(words.step, ones, tokens)
@@ -179,6 +185,8 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "norm": "1 is a BatchNorm1d in training: its mean would be a microbatch's, not",
         "running mean": "the buffer mean of a RunningMean changes in each forward",
         "spectral norm": "of a _SpectralNorm changes in each forward",
+        "evaluated": "the buffer mean of a RunningMean changes in each forward",
+        "modes": "training is True on rank 0, False on rank 1",
         "ignored": "the loss leaves out targets of -100 (ignore_index)",
         "lbfgs": "LBFGS, which cannot step parameters one by one",
         "state": "the state_dict has no embed.tokens.weight",
