@@ -91,6 +91,11 @@ class Forms:
                     f"stage {stage} returned a {type(output).__name__}; each layer of "
                     "a pipeline must return one tensor"
                 )
+            if stage < len(self.ranks) - 1 and output.shape[:1] != row.shape[:1]:
+                raise TypeError(
+                    f"stage {stage} returned {list(output.shape)}; the first dimension "
+                    "must be the rows of the batch, here 1"
+                )
         except Exception as error:
             raise PipelineError(
                 f"one row of x, {kind_of(row)}, was sent through the stages to find "

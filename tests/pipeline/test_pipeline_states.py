@@ -22,7 +22,7 @@ from ddp_course.mechanisms.whole_state import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from ddp_course.pipeline import interleaved, parse
+from ddp_course.pipeline import PipelineError, interleaved, parse
 
 
 def in_groups(model: nn.Module) -> torch.optim.Optimizer:
@@ -147,6 +147,14 @@ def refusals() -> dict[str, str]:
     results["evaluated"] = refused(late.train().step, ones, ones)
     results["modes"] = refused(pipeline.train(rank == 0).step, x, y)
     pipeline.train()
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    flat = nn.Sequential(nn.Linear(2, 2), nn.Flatten(0, 1), nn.Linear(2, 2))
+    flat = PipelineParallel(
+        flat, interleaved(1, 2, 2), group=alone, sizes=[2, 1], loss_fn=mse
+    )
+    results["rows"] = said(
+        PipelineError, flat.step, ones[:, None].expand(4, 3, 2), ones
+    )
     tokens = torch.tensor([0, 1, -100, 0])
     words = PipelineParallel(norm.eval(), "gpipe", 2)  # the loss is cross-entropy
     results["ignored"] = refused(words.step, ones, tokens)
@@ -187,6 +195,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
         "spectral norm": "of a _SpectralNorm changes in each forward",
         "evaluated": "the buffer mean of a RunningMean changes in each forward",
         "modes": "training is True on rank 0, False on rank 1",
+        "rows": "returned [3, 2]; the first dimension must be the rows of the batch",
         "ignored": "the loss leaves out targets of -100 (ignore_index)",
         "lbfgs": "LBFGS, which cannot step parameters one by one",
         "state": "the state_dict has no embed.tokens.weight",
