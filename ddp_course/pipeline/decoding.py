@@ -48,6 +48,9 @@ class PipelinedDecoder(nn.Module):
         sizes: the number of layers on each rank of the group.
         num_microbatches: the number of parts of a batch.
         group: the ranks of the pipeline, in order; None means all.
+
+    Raises ValueError if `sizes` does not fit the ranks and the model, and for a model
+    that is cut with `sequence_parallel`.
     """
 
     def __init__(
@@ -60,9 +63,20 @@ class PipelinedDecoder(nn.Module):
         super().__init__()
         self.config, self.m, self.group = model.config, num_microbatches, group
         self.gather_logits: Callable[[Tensor], Tensor] = model.gather_logits
-        rank = dist.get_rank(group)
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        whole = spine(model)
+        if len(sizes) != ranks or sum(sizes) != len(whole):
+            raise ValueError(
+                f"sizes is {list(sizes)}; it must be a number of layers for each rank, "
+                f"{ranks} in all, together {len(whole)} layers"
+            )
+        if getattr(model, "sequence_parallel", False):
+            raise ValueError(
+                "the model is tensor parallel with sequence_parallel=True: its stages "
+                "pass on parts of the sequence, not whole ones; leave the option out"
+            )
         first = sum(sizes[:rank])
-        layers = dict([*spine(model).items()][first : first + sizes[rank]])
+        layers = dict([*whole.items()][first : first + sizes[rank]])
         add_layers(self, layers)
         self.layers = list(layers.values())
 

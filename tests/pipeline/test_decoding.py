@@ -114,6 +114,12 @@ def refusals():
             decoder(m, p).generate(ROWS, NEW)
     with pytest.raises(ValueError, match="new_tokens is 11.* 1 to 10"):
         decoder(2, p).generate(ROWS, 11)
+    for sizes in ([1] * p, [*SIZES[p], 1]):
+        with pytest.raises(ValueError, match=f"for each rank, {p} in all, together 5 "):
+            PipelinedDecoder(model(), sizes, 1)
+    cut = tensor_parallel(model(), sequence_parallel=True)
+    with pytest.raises(ValueError, match="tensor parallel with sequence_parallel=True"):
+        PipelinedDecoder(cut, SIZES[p], 1)
     return True
 
 
