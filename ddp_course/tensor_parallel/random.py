@@ -35,5 +35,8 @@ def parallel_rng(group: Group = None) -> Iterator[None]:
     seed = int(torch.randint(1 << 48, ()))  # CPU generator, equal on all ranks
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=gpus):
-        torch.manual_seed(seed + rank)
+        # torch.manual_seed would also seed GPUs whose state is not restored.
+        torch.default_generator.manual_seed(seed + rank)
+        if gpus:
+            torch.cuda.manual_seed(seed + rank)
         yield

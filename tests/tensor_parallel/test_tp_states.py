@@ -16,6 +16,7 @@ from trained import same
 from ddp_course.experts.gpt import build_mixture_gpt
 from ddp_course.gpt_config import MixtureConfig
 from ddp_course.launch import spawn
+from ddp_course.mechanisms.exchange import MessageExchange
 from ddp_course.mechanisms.recompute import recompute, recompute_blocks
 from ddp_course.mechanisms.whole_state import (
     full_optimizer_state_dict,
@@ -255,3 +256,21 @@ def test_dropout_recomputation_autocast_logits_and_what_is_refused():
         assert logits
         assert norm == pytest.approx(1.0, rel=0.02)
     assert results == others_told
+
+
+# ---- without processes ---------------------------------------------------------------
+
+
+def exchange_of_one(rank: int = 0) -> MessageExchange:
+    """Return an exchange that sends nothing, for code that needs a rank."""
+    alone = MessageExchange.__new__(MessageExchange)
+    alone.group, alone.rank, alone.size, alone.waiting = None, rank, 1, nullcontext
+    return alone
+
+
+def test_random_numbers_of_a_region_seed_no_gpu_that_is_not_restored(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    with parallel_rng(exchange_of_one(rank=1)):
+        torch.rand(())
+    assert seeded == []
