@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ddp_course.collectives.endpoint import Endpoint, Handle
 from ddp_course.context_parallel.assignment import Positions
@@ -161,6 +162,7 @@ class RingAttention(Function):
         return out.flatten(1, 2).to(q.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Send keys and values around again, and their gradients one step behind."""
         q, k, v, out, lse = ctx.saved_tensors

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -36,6 +37,7 @@ class HeadExchange(Function):
         return exchange(x, cut, join, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """Exchange in the other direction."""
         return exchange(gradient, *ctx.way), None, None, None

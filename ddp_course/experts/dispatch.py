@@ -67,7 +67,8 @@ class AllToAllRows(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Send each row's gradient to the rank that the row came from."""
-        return ctx.exchange(gradient, *ctx.back), None, None, None, None
+        back = AllToAllRows.apply(gradient, *ctx.back, ctx.exchange)
+        return back, None, None, None, None
 
 
 class TokenDispatcher:

@@ -51,7 +51,7 @@ class GatherRows(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Add up the gradients that all ranks have for this rank's rows."""
-        return sum_for_owners(gradient, ctx.group), None
+        return SumForOwners.apply(gradient, ctx.group), None
 
 
 class SumForOwners(Function):
@@ -66,7 +66,7 @@ class SumForOwners(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Gather the gradients of all ranks' sums."""
-        return gather_rows(gradient, ctx.group), None
+        return GatherRows.apply(gradient, ctx.group), None
 
 
 def gathered_mixture(

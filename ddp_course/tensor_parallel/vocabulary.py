@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ddp_course.mechanisms.exchange import Group, MessageExchange, exchange_of
+from ddp_course.mechanisms.frozen import check_first_order
 from ddp_course.tensor_parallel.layers import ParallelLayer, reduce_from_group
 from ddp_course.tensor_parallel.ops import scatter_sequence
 
@@ -138,6 +139,7 @@ class VocabParallelCrossEntropy(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return softmax - onehot(target), for this rank's part of the vocabulary."""
+        check_first_order()
         softmax, column, mine, counts = ctx.saved_tensors
         weight = gradient.masked_fill(~counts, 0.0).unsqueeze(1)  # (R, 1)
         logits = softmax * weight

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import error_of
 
 from ddp_course.context_parallel import ring
 from ddp_course.context_parallel.assignment import (
@@ -216,6 +217,23 @@ def test_pairs_counts_what_a_mask_shows():
     queries, keys = (1, 4, 9), (0, 2, 4, 5)
     visible = torch.tensor(queries)[:, None] >= torch.tensor(keys)
     assert pairs(queries, keys) == int(visible.sum()) == 8
+
+
+def gradients_of_gradients():
+    """Return what a second derivative raises, for each way to attend."""
+    ways = {"ring": Ring(assign(8, 2)), "ulysses": ulysses_attention}
+    found = {}
+    for name, way in ways.items():
+        x = torch.randn(1, 2, 4, 3, requires_grad=True)
+        (first,) = torch.autograd.grad(way(x, x, x).pow(2).sum(), x, create_graph=True)
+        found[name] = error_of(first.sum().backward)
+    return found
+
+
+def test_spawn_a_second_derivative_is_refused():
+    for found in spawn(gradients_of_gradients, world_size=2, output="none"):
+        for error in found.values():
+            assert "marked with @once_differentiable" in error
 
 
 def test_an_lse_of_another_shape_is_refused():

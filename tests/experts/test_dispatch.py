@@ -9,8 +9,13 @@ from torch import nn
 
 from ddp_course.experts import dispatch
 from ddp_course.experts.balance import within_capacity
-from ddp_course.experts.dispatch import TokenDispatcher, dispatched_mixture
-from ddp_course.experts.gathered import gathered_mixture
+from ddp_course.experts.dispatch import (
+    AllToAllRows,
+    TokenDispatcher,
+    all_to_all_rows,
+    dispatched_mixture,
+)
+from ddp_course.experts.gathered import GatherRows, gathered_mixture
 from ddp_course.experts.metered import metered_all_to_all_rows
 from ddp_course.experts.naive import RoutedMixture, top_k_weights
 from ddp_course.experts.segments import Segments, compute_segments
@@ -157,6 +162,25 @@ def test_spawn_experts_that_the_ranks_cannot_share_are_refused():
     must = "num_experts is 5, which 2 ranks cannot share equally; .* a multiple of 2"
     with pytest.raises(RankError, match=must):
         spawn(dispatched_among_five, world_size=2, output="none")
+
+
+def second_derivatives():
+    """Return for each exchange of rows whether x³ has its second derivative."""
+    x = torch.tensor([[1.0], [2.0]], requires_grad=True)
+    found = {}
+    for name, count, exchanged in (
+        ("sent", 1, AllToAllRows.apply(x, [1, 1], [1, 1], None, all_to_all_rows)),
+        ("gathered", 2, GatherRows.apply(x, None)),  # each of two ranks has a copy
+    ):
+        (first,) = torch.autograd.grad(exchanged.pow(3).sum(), x, create_graph=True)
+        second = first.requires_grad and torch.autograd.grad(first.sum(), x)[0]
+        found[name] = torch.is_tensor(second) and torch.equal(second, count * 6 * x)
+    return found
+
+
+def test_spawn_an_exchange_of_rows_can_be_differentiated_twice():
+    for found in spawn(second_derivatives, world_size=2, output="none"):
+        assert found == {"sent": True, "gathered": True}
 
 
 def by_expert():

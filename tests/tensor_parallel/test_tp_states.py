@@ -31,6 +31,7 @@ from ddp_course.tensor_parallel import (
     RowParallelLinear,
     parallel_rng,
     tensor_parallel,
+    vocab_parallel_cross_entropy,
 )
 
 MIXTURE = MixtureConfig(
@@ -274,3 +275,10 @@ def test_random_numbers_of_a_region_seed_no_gpu_that_is_not_restored(monkeypatch
     with parallel_rng(exchange_of_one(rank=1)):
         torch.rand(())
     assert seeded == []
+
+
+def test_a_second_derivative_of_the_cut_loss_is_refused():
+    logits = torch.randn(3, 4, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits, torch.arange(3), exchange_of_one())
+    with pytest.raises(RuntimeError, match="create_graph=True: the gradient of a"):
+        torch.autograd.grad(loss, logits, create_graph=True)
