@@ -24,6 +24,7 @@ arXiv:2310.01889.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -101,8 +102,8 @@ class Ring:
 
     def pairs(self, source: int) -> int:
         """Return how many pairs the blocks of `source` have, hidden pairs included."""
-        blocks = self.blocks(source, torch.device("cpu"))
-        return sum((r.stop - r.start) * (c.stop - c.start) for r, c, _ in blocks)
+        both = product(self.assigned[self.rank], self.assigned[source])
+        return sum(len(q) * len(k) for q, k in both if k[0] <= q[-1])
 
     def pass_on(
         self, tensor: Tensor, endpoint: Endpoint

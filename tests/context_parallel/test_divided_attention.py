@@ -1,5 +1,8 @@
 """Attention over a divided sequence: one process's outputs, gradients and bytes."""
 
+from itertools import product
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -217,6 +220,16 @@ def test_pairs_counts_what_a_mask_shows():
     queries, keys = (1, 4, 9), (0, 2, 4, 5)
     visible = torch.tensor(queries)[:, None] >= torch.tensor(keys)
     assert pairs(queries, keys) == int(visible.sum()) == 8
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS)
+def test_a_ring_counts_its_pairs_without_masks(assignment):
+    for rank, source in product(range(3), repeat=2):
+        # An object without the method `blocks`, which computes the masks
+        own = SimpleNamespace(assigned=assign(24, 3, assignment), rank=rank)
+        blocks = Ring.blocks(own, source, torch.device("cpu"))
+        sizes = [(r.stop - r.start) * (c.stop - c.start) for r, c, _ in blocks]
+        assert Ring.pairs(own, source) == sum(sizes)
 
 
 def gradients_of_gradients():
