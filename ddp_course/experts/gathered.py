@@ -34,8 +34,9 @@ def sum_for_owners(rows: Tensor, group: Group = None) -> Tensor:
     (RN, ...) -> (N, ...). That is a reduce-scatter, done by an all-to-all and a sum,
     because gloo's own reduce-scatter sends twice the bytes.
     """
+    rows = rows.contiguous()
     arrived = torch.empty_like(rows)
-    dist.all_to_all_single(arrived, rows.contiguous(), group=group)
+    dist.all_to_all_single(arrived, rows, group=group)
     return arrived.unflatten(0, (dist.get_world_size(group), -1)).sum(0)
 
 

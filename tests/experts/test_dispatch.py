@@ -15,7 +15,7 @@ from ddp_course.experts.dispatch import (
     all_to_all_rows,
     dispatched_mixture,
 )
-from ddp_course.experts.gathered import GatherRows, gathered_mixture
+from ddp_course.experts.gathered import GatherRows, gathered_mixture, sum_for_owners
 from ddp_course.experts.metered import metered_all_to_all_rows
 from ddp_course.experts.naive import RoutedMixture, top_k_weights
 from ddp_course.experts.segments import Segments, compute_segments
@@ -162,6 +162,15 @@ def test_spawn_experts_that_the_ranks_cannot_share_are_refused():
     must = "num_experts is 5, which 2 ranks cannot share equally; .* a multiple of 2"
     with pytest.raises(RankError, match=must):
         spawn(dispatched_among_five, world_size=2, output="none")
+
+
+def transposed():
+    rows = (torch.arange(8.0).view(2, 4) + 10 * dist.get_rank()).t()
+    return torch.equal(sum_for_owners(rows), sum_for_owners(rows.contiguous()))
+
+
+def test_spawn_rows_may_be_a_transposed_matrix():
+    assert spawn(transposed, world_size=2, output="none") == [True] * 2
 
 
 def second_derivatives():
