@@ -1,5 +1,7 @@
 """A check of context parallelism: the ranks of a sequence must have the same tokens."""
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,14 +16,26 @@ class SameSequence:
     In data parallelism every rank has rows of its own. Ranks that share sequences must
     have the same rows: otherwise they would attend to each other's sequences, without
     any error. On a GPU the comparison copies the tokens to the host, which waits.
+
+    Args:
+        group: the ranks that share sequences; None means all.
+        length: returns the T that the tokens must have, or None for any.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.meeting = meeting(group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        length: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self.meeting, self.length = meeting(group), length
 
     def __call__(self, tokens: Tensor) -> None:
         """Compare type, shape and numbers of (B, T) tokens before anything is sent."""
-        texts = self.meeting.agree_now("forward", show=describe(tokens))
+        length, problem = self.length(), None
+        if length not in (None, tokens.shape[1]):
+            shape = tuple(tokens.shape)
+            problem = f"targets has shape {shape}; the logits are for T = {length}"
+        texts = self.meeting.agree_now("forward", problem, describe(tokens))
         if len(set(texts)) > 1:
             raise CollectiveError(
                 "the tokens differ between the ranks. "

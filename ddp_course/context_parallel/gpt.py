@@ -184,8 +184,9 @@ def context_parallel(
         group: the ranks that share each sequence; None means all.
         attention: "ring", "gathered" keys and values, or "ulysses".
 
-    Raises ValueError for a model or an argument that cannot be used. PyTorch's
-    counterpart, torch.distributed.tensor.experimental.context_parallel, is for GPUs.
+    Raises ValueError for a model or an argument that cannot be used, and ReplicaError,
+    on every rank, if `attention` differs. PyTorch's counterpart,
+    torch.distributed.tensor.experimental.context_parallel, is for GPUs.
     """
     if attention not in ATTENTIONS:
         known = ", ".join(ATTENTIONS)
@@ -201,6 +202,7 @@ def context_parallel(
             "balance loss; build the model with capacity None and balance 0"
         )
     check, division = SameSequence(group), Division(group, attention)
+    check_targets = SameSequence(group, lambda: division.length)
     if isinstance(model.embed, DividedEmbedding):
         raise ValueError("the model is context parallel already; divide it only once")
     if getattr(model, "sequence_parallel", False):
@@ -213,6 +215,6 @@ def context_parallel(
     for block in model.blocks:
         block.attn.attend = division.attend
     ends = getattr(model, "ends", model)  # a tensor-parallel GPT has both in `ends`
-    ends.loss_fn = DividedLoss(ends.loss_fn, division, check)
+    ends.loss_fn = DividedLoss(ends.loss_fn, division, check_targets)
     ends.gather_logits = GatheredLogits(ends.gather_logits, division)
     return model

@@ -115,6 +115,7 @@ def uses():
         "attention": error_of(lambda: context_parallel(whole, attention="sparse")),
         "group": error_of(lambda: context_parallel(whole, "ring")),
         "twice": error_of(lambda: context_parallel(model)),
+        "targets": error_of(lambda: model(x, x.new_zeros(2, 14))),  # both padded to 16
         "differ": error_of(lambda: context_parallel(whole, attention=ways[me])),
     }
 
@@ -128,6 +129,7 @@ def test_spawn_logits_are_gathered_and_other_rows_are_refused():
         assert "attention is 'sparse'; it can be ring, gathered" in rank["attention"]
         assert "group is 'ring'; it must be a process group" in rank["group"]
         assert "is context parallel already; divide it only once" in rank["twice"]
+        assert "(2, 14); the logits are for T = 13" in rank["targets"]
         assert "attention is ring on rank 0, gathered on rank 1" in rank["differ"]
 
 
