@@ -30,7 +30,8 @@ all-reduce does. Parameters between the regions are whole on all ranks, but each
 uses them for its own tokens only: so their gradients are summed over the group
 (`OwnTokensLayer`). This sum is easily forgotten, and only wrong numbers show that it
 is missing. These gradients are small, and a short message takes as long as a longer
-one: so one all-reduce sums those of a whole model (`summed_together`).
+one: so one all-reduce sums those of all norms and biases (`summed_together`). The
+position embedding, a matrix, is summed by itself (`SequenceParallelPositions`).
 
 megatron/core/tensor_parallel/mappings.py; Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", section 4.2.2. Chapter 09.
