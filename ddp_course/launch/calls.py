@@ -50,6 +50,8 @@ def install(file: Path, rank: int) -> None:
     def note(name: str, tensor: Any, group: Any) -> None:
         if not isinstance(tensor, Tensor):  # the collective itself will refuse it
             return
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # the call will do nothing
+            return
         key = name, tensor.dtype, tensor.shape
         if (form := forms.get(key)) is None:
             form = f"{name} {facts_of([tensor])}\t{name}({in_words([tensor])})"

@@ -7,6 +7,8 @@ import traceback
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -373,6 +375,19 @@ def test_calls_are_compared_by_group_number_type_and_count_not_by_shape():
     wrong = {**same, ("0", 1): ("x", "a"), ("0", 2): ("y", "b")}
     right = {**same, ("0", 1): ("z", "c"), ("0", 2): ("z", "d")}
     assert calls.first_difference([right, wrong]) == {0: "c", 1: "a"}
+
+
+def test_a_call_of_a_group_without_this_rank_is_not_noted(tmp_path, monkeypatch):
+    """PyTorch ignores it; ranks of two groups would seem to call different things."""
+    for name in calls.NOTED:  # else `install` would replace PyTorch's own functions
+        monkeypatch.setattr(dist, name, lambda *args, **options: None)
+    notes = tmp_path / "notes"
+    calls.allocate(notes, 1)
+    calls.install(notes, 0)
+    dist.all_reduce(torch.ones(3), group=dist.GroupMember.NON_GROUP_MEMBER)
+    assert calls.read_calls(notes, 0) == {}
+    dist.all_reduce(torch.ones(3), group=SimpleNamespace(group_name="7"))
+    assert list(calls.read_calls(notes, 0)) == [("7", 0)]
 
 
 def test_a_failure_of_another_kind_does_not_speak_of_unequal_calls():
