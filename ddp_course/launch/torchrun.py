@@ -7,6 +7,7 @@ creates the process group from them, as `spawn` does for its ranks. Chapter 01.
 import datetime
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -111,7 +112,7 @@ def report_cause_first(patience: float = 5.0) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = f"{type(error).__name__}: {error}"
+        message = "".join(traceback.format_exception_only(error))
         if RankReport(rank=0, status="raised", error=message).lost_a_peer:
             time.sleep(patience)
         raise
