@@ -260,7 +260,7 @@ ANSWERS = answers(
         collectives.all_reduce(shard, group=peers)
         collectives.all_gather(pieces, shard, group=node)
     in_floats: On real ranks
-        , dtype=tensor.dtype =>
+        tensor.new_empty( => torch.empty(
     of_one_dimension: On real ranks: `rank
         tensor.numel() => len(tensor)
     equal_rows: On real ranks: `rank
@@ -339,25 +339,25 @@ ANSWERS = answers(
         if dist.get_rank(node) == 0:
             collectives.all_reduce(tensor.view(-1)[:4].clone(), group=peers)
     whole_tensors_between: rank 0 sent 1 S to other nodes; expected 0.5 S
-        shard = torch.empty => all_reduce(tensor, group=node)
+        shard = tensor => all_reduce(tensor, group=node)
         => return all_reduce(tensor, group=peers)
-        => shard = torch.empty
+        => shard = tensor
     groups_swapped: to other nodes; expected 0.5 S
-        shard = torch.empty => node, peers = peers, node; shard = torch.empty
+        shard = tensor => node, peers = peers, node; shard = tensor
     nothing_between: rank 0 has only 0 % of the sums
         all_reduce(shard, group=peers) => pass
     not_gathered: rank 0 has only 50 % of the sums
         all_gather_single(tensor, shard, group=node)
         => tensor.view(-1)[: shard.numel()] = shard
     returned_not_in_place: `tensor` itself is unchanged
-        shard = torch.empty => tensor = tensor.clone(); shard = torch.empty
+        shard = tensor => tensor = tensor.clone(); shard = tensor
         (tensor, shard, group=node) => (tensor, shard, group=node); return tensor
     the_largest: expected 1152921504606810851. Reduce-scatter
         shard, tensor, group => shard, tensor, dist.ReduceOp.MAX, group
     one_line_of_pytorch: collectives that the byte meter does not see
-        shard = torch.empty => return dist.all_reduce(tensor); shard = torch.empty
+        shard = tensor => return dist.all_reduce(tensor); shard = tensor
     one_line_of_the_package: the package's own hierarchy
-        shard = torch.empty => return all_reduce(tensor); shard = torch.empty
+        shard = tensor => return all_reduce(tensor); shard = tensor
     the_shard_of_rank_0: of the sums
         collectives.all_reduce(tensor, group=node)
         shard = tensor.flatten().chunk(dist.get_world_size(node))[0].clone()
