@@ -77,7 +77,8 @@ def main(orders: Orders, pipes: Pipes) -> None:
         value = fn(*args)
         seconds = time.monotonic() - started
         report = {"status": "ok", "value": pack_value(value)}
-        announce_return()
+        with contextlib.suppress(Exception):  # a store that has gone has no readers
+            announce_return()
     except BaseException as error:
         seconds, report = time.monotonic() - started, _describe(error, labels)
     _flush()

@@ -441,6 +441,25 @@ def test_several_meetings_on_one_port():
     assert found == [([6.0] * 3, False)] * 4
 
 
+def test_a_rank_that_returns_when_the_store_has_gone_has_returned():
+    """With `init=False` the store may be rank 0's, and end with it."""
+
+    def outlive_the_store():
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            store.get("rank 1 is ready")
+            os._exit(0)
+        store.set("rank 1 is ready", "yes")
+        with pytest.raises(RuntimeError):
+            while True:
+                store.check(["anything"])
+        return "returned"
+
+    gone, value = spawn(outlive_the_store, world_size=2, init=False, may_fail=[0])
+    assert (gone.status, value) == ("exited", "returned")
+
+
 def listening() -> set[str]:
     """The addresses on which this very process listens (Linux)."""
     inodes = set()
