@@ -178,7 +178,8 @@ def failure(
     if unexplained and (calls := describe_mismatch(reports)):
         return RankError(calls, reports)
     left = [report.rank for report in reports if report.status == "ok"]
-    if first.lost_a_peer and left:
+    excused = any(r.failed and r.rank in may_fail for r in reports)  # perhaps the cause
+    if first.lost_a_peer and left and not excused:
         waiting = f"while rank {first.rank} still wanted to communicate"
         return RankError(f"{_named(left)} returned {waiting}", reports)
     return RankError(f"rank {first.rank}: {first.headline}", reports, first.rank)

@@ -149,6 +149,14 @@ def test_ranks_that_returned_early_are_named_unless_there_is_a_real_error(
     assert error.rank == (1 if headline.startswith("rank 1: ") else None)
 
 
+def test_ranks_that_returned_are_not_named_if_one_failed_that_may_fail():
+    """The connection may have been lost to that one."""
+    message = [ok(0), failed(1, "killed", "killed by SIGKILL"), lost(2, 1.0)]
+    error = reports.failure(message, may_fail=[1])
+    assert str(error) == "rank 2: lost the connection to another rank"
+    assert error.rank == 2
+
+
 # ---- headlines ---------------------------------------------------------------------
 
 
