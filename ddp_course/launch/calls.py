@@ -87,7 +87,7 @@ def _noting(name: str, position: int, note: Any) -> Any:
         tensor = args[0] if args else kwargs.get("tensor")
         note(name, tensor, group)
         work = original(*args, **kwargs)
-        if work is not None and tensor.nbytes <= SMALL:
+        if work is not None and tensor.numel() * tensor.element_size() <= SMALL:
             _started[:] = [each for each in _started if not each.is_completed()]
             _started.append(work)
         return work

@@ -398,6 +398,18 @@ def test_a_call_of_a_group_without_this_rank_is_not_noted(tmp_path, monkeypatch)
     assert list(calls.read_calls(notes, 0)) == [("7", 0)]
 
 
+def test_a_sparse_tensor_may_be_reduced_asynchronously(tmp_path, monkeypatch):
+    for name in calls.NOTED:
+        monkeypatch.setattr(dist, name, lambda *args, **options: "under way")
+    monkeypatch.setattr(calls, "_started", [])
+    calls.allocate(tmp_path / "notes", 1)
+    calls.install(tmp_path / "notes", 0)
+    group = SimpleNamespace(group_name="0")
+    sparse = torch.eye(2).to_sparse()
+    assert dist.all_reduce(sparse, group=group, async_op=True) == "under way"
+    assert calls._started == ["under way"]
+
+
 def test_a_failure_of_another_kind_does_not_speak_of_unequal_calls():
     reports_ = [ok(0), failed(1, *REAL[0])]
     for number, report in enumerate(reports_):
