@@ -283,7 +283,7 @@ class Launch:
 def _describe_exit_code(code: int) -> str:
     """Return in words what an exit code of multiprocessing means."""
     if code == 255:
-        return "ended without an exit code: the fork server died"
+        return "ended with exit code 255 before it returned, or the fork server died"
     if code >= 0:
         return f"ended with exit code {code} before it returned"
     try:

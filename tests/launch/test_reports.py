@@ -354,6 +354,7 @@ def test_an_answer_may_come_in_any_pieces(cuts, value):
         (-36, "killed", "36"),  # a real-time signal: Python has no name for it
         (0, "exited", "exit code 0 before it returned"),
         (7, "exited", "exit code 7"),
+        (255, "exited", "exit code 255"),  # of `exit(-1)` in C, among others
     ],
 )
 @pytest.mark.parametrize(
