@@ -194,6 +194,7 @@ def _parts_of(path: str, whole: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(whole, types.MethodType):
         yield f"{path}.__self__", whole.__self__
     elif isinstance(whole, functools.partial):
+        yield f"{path}.func", whole.func
         yield from ((f"{path}.args[{i}]", part) for i, part in enumerate(whole.args))
         yield from _parts_of(f"{path}.keywords", whole.keywords)
     elif not isinstance(whole, type):

@@ -304,6 +304,7 @@ CELL_WITH_A_LOCK = (
         (of_main(CELL_WITH_A_LOCK, "f"), "helper uses guard"),
         (Owner(x=1, guard=LOCK).step, "guard is a _thread.lock"),
         (functools.partial(print, {"guard": LOCK}), "['guard'] is a _thread.lock"),
+        (functools.partial(a_closure(LOCK), 1), "uses guard, which is a _thread.lock"),
     ],
 )
 def test_what_a_function_uses_and_cannot_be_sent_is_named(fn, what):
