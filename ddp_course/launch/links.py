@@ -40,7 +40,8 @@ class Link:
             if not isinstance(value, Real):
                 raise ValueError(f"{name} is {value!r}; it must be a number")
         if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency is {self.latency!r} s; it must be 0 or more")
+            must = "it must be finite and 0 or more"
+            raise ValueError(f"latency is {self.latency!r} s; {must}")
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth is {self.bandwidth!r} B/s; it must be above 0")
 
@@ -76,7 +77,7 @@ class Links:
 
     def environment(self) -> dict[str, str]:
         """Return the variable that carries these links to the ranks."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {VARIABLE: json.dumps(asdict(self), default=float)}
 
 
 def current_links(environ: Mapping[str, str] = os.environ) -> Links:

@@ -1,7 +1,9 @@
 """Links: how long a message takes, and that `send_over_link` takes that long."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -28,7 +30,7 @@ def test_latency_and_bandwidth_add_up():
     ("how", "problem"),
     [
         *(
-            ({"latency": x}, f"{x!r} s.* 0 or more")
+            ({"latency": x}, f"{x!r} s.* finite and 0 or more")
             for x in (-1e-9, math.inf, math.nan)
         ),
         *(({"bandwidth": x}, f"{x!r} B/s.* above 0") for x in (0, -1, math.nan)),
@@ -46,6 +48,12 @@ def test_impossible_links_are_named(how, problem):
 @given(any_links)
 def test_ranks_find_the_links_that_the_launcher_gave(given_links):
     assert current_links(given_links.environment()) == given_links
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64, Fraction])
+def test_links_may_be_given_in_any_kind_of_number(kind):
+    measured = Links(between=Link(kind(1), kind(8)))
+    assert current_links(measured.environment()) == Links(between=Link(1.0, 8.0))
 
 
 # ---- which link leads to whom ------------------------------------------------------
