@@ -39,7 +39,8 @@ class Job:
         _check_whole_number("threads", self.threads, 1, 1024)
         number = isinstance(self.timeout, (int, float)) and self.timeout is not True
         if not number or not 0 < self.timeout < sys.float_info.max:
-            _refuse("timeout", self.timeout, "it must be a number of seconds above 0")
+            must = "it must be a finite number of seconds above 0"
+            _refuse("timeout", self.timeout, must)
         if not callable(self.fn):
             must = (
                 "it must be a function that every rank calls: spawn(f), not spawn(f())"
@@ -96,8 +97,9 @@ def variables(env: Mapping[str, str] | None) -> dict[str, str]:
         entry = f"env[{name!r}]"
         if not isinstance(name, str) or not isinstance(value, str):
             _refuse(entry, value, "names and values must be strings")
-        if name.startswith(RESERVED):
-            _refuse(entry, value, f"the launcher itself sets {name}; leave it out")
+        for own in (own for own in RESERVED if name.startswith(own)):
+            why = f"names that begin with {own} are the launcher's; choose another"
+            _refuse(entry, value, why)
         if not name or "=" in name or "\0" in name + value:
             _refuse(entry, value, "an environment cannot hold this name or value")
     return dict(env or {})

@@ -68,7 +68,7 @@ REFUSED = [
     ({"world_size": 8, "nproc_per_node": 4}, ["world_size is 8", "1 * 4 = 4"]),
     ({"nnodes": 3}, ["4 ranks", "3 nodes"]),
     ({"nnodes": 16, "nproc_per_node": 16}, ["nnodes * nproc_per_node is 256"]),
-    ({"timeout": 10**400}, ["timeout is 1000", "seconds"]),
+    ({"timeout": 10**400}, ["timeout is 1000", "a finite number of seconds"]),
     ({"threads": None}, ["threads is None", "whole number"]),
     ({"output": "loud"}, ["output is 'loud'", "'rank'", "'live'", "'none'"]),
     ({"output": None}, ["output is None", "'none'"]),
@@ -82,8 +82,14 @@ REFUSED = [
     ({"env": {"A": "x\0y"}}, ["env", "A"]),
     ({"env": ["A=1"]}, ["env is ['A=1']"]),
     *(
-        ({"env": {name: "0"}}, [f"the launcher itself sets {name}"])
-        for name in ("RANK", "MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE")
+        ({"env": {name: "0"}}, [f"{name!r}] is '0'", f"begin with {own} are the laun"])
+        for name, own in {
+            "RANK": "RANK",
+            "MASTER_PORT": "MASTER_",
+            "LOCAL_RANK": "LOCAL_",
+            "WORLD_SIZE": "WORLD_SIZE",
+            "LOCAL_CACHE": "LOCAL_",
+        }.items()
     ),
     ({"links": Link(latency=1e-3)}, ["links is Link(", "Links"]),
     ({"links": 3}, ["links is 3", "Links"]),
