@@ -295,8 +295,10 @@ def _describe_exit_code(code: int) -> str:
 def environment(job: Job, rank: int, port: str) -> dict[str, str]:
     """Return a rank's environment: this process's, and torchrun's variables."""
     place, torchruns = job.topology.place(rank), ("TORCHELASTIC_", "PET_")
+    with server.STARTING:  # in another thread, `warm` may set the server's variables
+        inherited = dict(os.environ)
     return {
-        **{k: v for k, v in os.environ.items() if not k.startswith(torchruns)},
+        **{k: v for k, v in inherited.items() if not k.startswith(torchruns)},
         "GLOO_SOCKET_IFNAME": rendezvous.loopback_interface(),
         "OMP_NUM_THREADS": str(job.threads),
         "MASTER_ADDR": "127.0.0.1",

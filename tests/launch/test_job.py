@@ -4,6 +4,8 @@ import functools
 import math
 import multiprocessing
 import os
+import threading
+import time
 from unittest import mock
 
 import numpy as np
@@ -264,3 +266,19 @@ def test_a_rank_finds_what_torchrun_would_set(monkeypatch):
     left = [n for n in environment if n.startswith(("TORCHELASTIC_", "PET_"))]
     assert left == [], "a rank would take itself for one of torchrun's"
     assert os.environ["RANK"] == "77", "the notebook's own environment was changed"
+
+
+def test_a_rank_finds_no_variable_that_another_thread_sets_for_the_fork_server():
+    its_job, begun = planned(), threading.Event()
+
+    def warm():
+        with server.STARTING, server._server_environment():
+            begun.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=warm)
+    thread.start()
+    begun.wait()
+    environment = parent.environment(its_job, 0, "1")
+    thread.join()
+    assert server.IN_SERVER not in environment
