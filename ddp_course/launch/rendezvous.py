@@ -93,7 +93,8 @@ def agreed_store(
         hello = uuid.uuid4().bytes
         name, echo = "", b""
         while echo != hello:
-            newest = store.get("attempt").decode()
+            known = store.check(["attempt"])  # `get` would wait with its own deadline
+            newest = store.get("attempt").decode() if known else name
             if newest != name:
                 name = newest
                 store.set(f"{name}/hello/{rank}", hello)

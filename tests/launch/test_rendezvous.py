@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 import uuid
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -152,6 +153,13 @@ def histories(draw):
 @given(histories())
 def test_whatever_happened_before_all_ranks_agree(history):
     assert attempts(agreed_store, *history) == ""
+
+
+def test_a_rank_0_that_never_comes_is_named():
+    short = {"timeout": timedelta(seconds=0.1)}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, **short)
+    with pytest.raises(TimeoutError, match="^rank 0 did not come to the rendezvous"):
+        agreed_store(store, 1, 2, **short)
 
 
 def always_the_same_name(store, rank, world_size):
