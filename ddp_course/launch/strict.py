@@ -125,7 +125,7 @@ class StrictWork(dist._Work):
         limit = timeout.total_seconds() if timeout else 0.0
         limit = limit if limit > 0 else group.timeout
         while not self.done.wait(min(SLICE, limit)):
-            head = self.stream.head  # the call that the stream is running
+            head = self.stream.head or self  # the call that the stream is running
             if time.monotonic() - start > limit:
                 late = ", ".join(f"rank {rank}" for rank in head.late) or "its data"
                 raise StrictError(

@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from inspect import isfunction
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -32,7 +33,7 @@ from ddp_course.collectives import ALGORITHMS, rooted
 from ddp_course.collectives.endpoint import Endpoint
 from ddp_course.launch import RankError, spawn
 from ddp_course.launch.deadlock import DeadlockError
-from ddp_course.launch.strict import StrictError
+from ddp_course.launch.strict import StrictError, StrictWork
 from ddp_course.launch.strict_rules import STUCK
 from ddp_course.model import build_gpt, cross_entropy
 from ddp_course.pipeline import SCHEDULES, Pipeline, gpipe, one_f_one_b
@@ -242,6 +243,16 @@ def test_who_comes_too_late_or_has_ended_is_named():
     assert alone == f"all_reduce(float32 [4], {words}"
     assert f"StrictError: all_reduce(float32 [5], {words}" in late
     assert "rank 0 calls all_reduce(float32 [5], SUM), rank 1 has ended" in ended
+
+
+def test_a_wait_may_end_before_the_stream_has_begun():
+    group = mock.Mock(timeout=60.0, ranks=[0, 1])
+    stream = SimpleNamespace(group=group, head=None)
+    work = StrictWork(stream, "send(float32 [2], dst=1)", {}, lambda: None)
+    with pytest.raises(
+        StrictError, match=r"^send\(.*\) has waited 0.01 s for its data"
+    ):
+        work.wait(timedelta(milliseconds=10))
 
 
 # ---- what is legal -------------------------------------------------------------------
