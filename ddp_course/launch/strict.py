@@ -43,6 +43,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partialmethod, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -394,6 +395,7 @@ dist.Backend.register_backend(NAME, StrictGroup, True, devices=["cpu"])
 def run_program(path: str, *arguments: str) -> None:
     """Run a program as `__main__` with this backend, whichever backend it asks for."""
     wrap_batches()
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python program.py` does
     first_group, later_group = c10d.init_process_group, c10d.new_group
 
     def init_process_group(backend: str | None = None, *args: Any, **options: Any):

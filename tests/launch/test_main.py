@@ -1,6 +1,7 @@
 """`python -m ddp_course.launch`, as torchrun calls it: what it is told to call."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ddp_course.launch.__main__ import (
     parse_arguments,
     print_in_rank_order,
 )
-from ddp_course.launch.torchrun import check_variables, join
+from ddp_course.launch.torchrun import check_variables, join, report_cause_first
 
 main = main_module.main.__wrapped__  # without what torchrun records of its end
 
@@ -268,3 +269,35 @@ def test_a_function_that_destroys_the_process_group_itself_is_fine(
     assert not dist.is_initialized()
     main(["math:sqrt", "4"])
     assert capsys.readouterr().out == "[rank 0] returned 2.0\n"
+
+
+@pytest.mark.parametrize(
+    "kind", [RuntimeError, dist.DistNetworkError, dist.DistBackendError]
+)
+def test_a_rank_that_lost_a_peer_fails_late_and_others_at_once(kind, monkeypatch):
+    slept: list[float] = []
+    clock = SimpleNamespace(sleep=slept.append)
+    monkeypatch.setattr("ddp_course.launch.torchrun.time", clock)
+    with pytest.raises(kind), report_cause_first(patience=7.0):
+        raise kind("Connection reset by peer")
+    assert slept == [7.0]
+    with pytest.raises(ValueError), report_cause_first(patience=7.0):
+        raise ValueError("Connection reset by peer")  # the program's own
+    assert slept == [7.0]
+
+
+def test_a_strict_program_imports_what_lies_beside_it(tmp_path, monkeypatch, capsys):
+    """As under `python program.py`, wherever it is started."""
+    (tmp_path / "beside_the_program.py").write_text("NUMBER = 3\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom beside_the_program import NUMBER\n"
+        "print(NUMBER, *sys.argv[1:])\n"
+    )
+    for name in ("init_process_group", "new_group", "batch_isend_irecv"):
+        for module in (dist, dist.distributed_c10d):  # `run_program` replaces them
+            monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    main(["--strict", str(program), "7"])
+    assert capsys.readouterr().out == "3 7\n"
+    del sys.modules["beside_the_program"]
