@@ -54,6 +54,14 @@ def test_a_difference_that_float64_does_not_hold_is_found(wanted, wrong):
     assert difference(got, wanted).startswith("; at [7] it has ")
 
 
+@pytest.mark.parametrize("numel", [3, 20])
+def test_parameters_that_differ_in_their_gradients_were_not_rounded(numel):
+    got, wanted = (torch.nn.Parameter(torch.ones(numel)) for _ in range(2))
+    got.grad, wanted.grad = torch.ones(numel), torch.zeros(numel)
+    assert not equal_values(got, wanted)
+    assert difference(got, wanted) == ""
+
+
 def double(numbers: list[int], tensor: torch.Tensor) -> list:
     """The solution of the tests below."""
     return [2 * sum(numbers), 2 * tensor]
