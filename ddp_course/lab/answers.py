@@ -186,7 +186,9 @@ def code(text: str) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return an exception as one line: "ValueError: ..."."""
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    if isinstance(error, SyntaxError):  # its text would begin with the file's name
+        return f"{type(error).__name__}: {error.msg}"
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
 
 
 def _where(error: BaseException) -> str | None:

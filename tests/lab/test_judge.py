@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course.lab.answers import Answer, Hint
+from ddp_course.lab.answers import Answer, Hint, error_line
 from ddp_course.lab.judge import AGAIN, Draw, same_as, same_on_ranks
 from ddp_course.lab.values import difference, equal_values, fits
 
@@ -269,3 +269,23 @@ def test_none_is_a_result_and_other_results_may_be_right():
         same_as(Answer("maybe", lambda number: number), maybe, draw)
     larger = Answer("maybe", lambda number: number + 1 if number > 4 else None)
     same_as(larger, maybe, draw, hints={"right": lambda case: ""})
+
+
+def with_a_note() -> ValueError:
+    error = ValueError("too few ranks")
+    error.add_note("a note")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("too few ranks\nand too many steps"), "ValueError: too few ranks"),
+        (with_a_note(), "ValueError: too few ranks"),
+        (ValueError(""), "ValueError"),
+        (SyntaxError("invalid", ("cell", 1, 1, "a b")), "SyntaxError: invalid"),
+    ],
+    ids=["two lines", "a note", "no words", "syntax"],
+)
+def test_an_error_in_one_line_begins_with_its_type(error, line):
+    assert error_line(error) == line
