@@ -90,6 +90,13 @@ def test_a_row_knows_which_ranks_own_a_parameter():
     assert "2 of 21 elements are padding" in said
 
 
+def test_a_parameter_without_elements_belongs_to_no_rank():
+    parameters = ("none", 0), ("weight", 4), ("last", 0)
+    said = shard_map([FlatRow("bucket 0", parameters, 2, 2)]).description
+    assert "none (0 elements) belongs to no rank; weight (4 elements) belongs" in said
+    assert "last (0 elements) belongs to no rank" in said
+
+
 LEDGERS = {
     "DDP": [ledger(4, 4, 8)] * 4,
     "ZeRO-1": [ledger(4, 4, 2)] * 4,

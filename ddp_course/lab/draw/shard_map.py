@@ -170,6 +170,7 @@ def _in_words(row: FlatRow) -> str:
         end = start + numel
         first, last = start // row.shard, (end - 1) // row.shard
         owner = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        owner = owner if numel else "no rank"
         edges.append(f"{name} ({numel} elements) belongs to {owner}")
         start = end
     return (
