@@ -59,7 +59,8 @@ def spawn(
         share_gpus: let several ranks use the same GPU, over gloo.
         threads: threads that PyTorch may use in each rank.
         init: create the process group. With False, `fn` calls `init_process_group`.
-        links: latency and bandwidth inside and between the nodes (`Links`).
+        links: latency and bandwidth inside and between the nodes (`Links`), for
+            messages of this course; PyTorch's own collectives are not delayed.
         env: more environment variables for the ranks.
         may_fail: ranks whose failure does not end the launch. If one of them fails, its
             result is its `RankReport`. (torchrun's agent would end all ranks.)

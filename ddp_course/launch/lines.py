@@ -1,8 +1,9 @@
 """Slow lines: delay a rank's messages as the links of an emulated cluster would.
 
 A rank that was started with `spawn(..., links=...)` has one line to all ranks on other
-nodes and one to the ranks on its own node, like a machine with one network card.
-Waiting takes no CPU. Chapters 01 and 03.
+nodes and one to the ranks on its own node, like a machine with one network card. Only
+messages of this course are delayed, not PyTorch's. Waiting takes no CPU. Chapters 01
+and 03.
 """
 
 import queue
