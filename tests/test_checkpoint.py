@@ -17,7 +17,7 @@ from trained import same
 from ddp_course import checkpoint as module
 from ddp_course.checkpoint import CheckpointError, Checkpoints, write_whole
 from ddp_course.launch import RankError, spawn
-from ddp_course.mechanisms.saving import WRITING, seal
+from ddp_course.mechanisms.saving import WRITING, read_whole, seal
 from ddp_course.model import GPTConfig
 from ddp_course.spec import DATA_PARALLEL
 from ddp_course.train import History, train
@@ -71,6 +71,23 @@ def test_nothing_is_read_or_written_without_a_folder(tmp_path, monkeypatch):
 
 def full(state, file):
     raise OSError(28, "No space left on device")
+
+
+def test_two_writers_with_one_process_id_do_not_share_a_temporary_file(
+    tmp_path, monkeypatch
+):
+    """Ranks on nodes with a common disk, each in a container, may have equal ids."""
+    save, paths = torch.save, [tmp_path / "rank-0.pt", tmp_path / "rank-1.pt"]
+
+    def save_after_the_other(state, file):
+        monkeypatch.setattr(torch, "save", save)
+        write_whole({"format": 1, "from": 1}, paths[1])
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", save_after_the_other)
+    write_whole({"format": 1, "from": 0}, paths[0])
+    assert [read_whole(path, 1)["from"] for path in paths] == [0, 1]
+    assert names(tmp_path) == ["rank-0.pt", "rank-1.pt"]
 
 
 def test_a_full_disk_is_told_and_what_was_there_stays(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ file (`weights_only`), as a file may come from a stranger. Chapters 05 and 08.
 
 import hashlib
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,7 @@ def fingerprint(value: Any) -> str:
 
 def write_whole(state: Any, path: Path) -> None:
     """Save `state` as `path`, completely or not at all, whenever the process ends."""
-    # In containers, ranks of several nodes may have the same process id.
-    unfinished = path.with_name(f"{WRITING}{os.getpid()}-{path.name}")
+    unfinished = path.with_name(unfinished_name())
     try:
         with unfinished.open("wb") as file:
             torch.save(state, file)
@@ -64,6 +64,11 @@ def write_whole(state: Any, path: Path) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def unfinished_name() -> str:
+    """Return a new temporary name; processes in several containers may share an id."""
+    return f"{WRITING}{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def rename(unfinished: Path, path: Path) -> None:

@@ -17,8 +17,6 @@ placement is part of the key, and the ranks that load must have cut it in the sa
 torch.distributed.checkpoint does all that for DTensors. Chapter 08.
 """
 
-import os
-import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,12 +31,12 @@ from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.assembly import options_of
 from ddp_course.mechanisms.placements import Flat, placed
 from ddp_course.mechanisms.saving import (
-    WRITING,
     CheckpointError,
     find_abandoned,
     read_whole,
     rename,
     seal,
+    unfinished_name,
     unseal,
     write_whole,
 )
@@ -140,7 +138,7 @@ def _begin(folder: Path) -> tuple[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in find_abandoned(folder):
         shutil.rmtree(left_over, ignore_errors=True)
-    unfinished = f"{WRITING}{os.getpid()}-{secrets.token_hex(8)}"
+    unfinished = unfinished_name()
     (folder / unfinished).mkdir()
     number = max((int(path.name) for path in _saves(folder)), default=0) + 1
     return unfinished, f"{number:08d}"
