@@ -131,6 +131,7 @@ class FullyShardedDataParallel(DividedModule, SimpleFullyShardedDataParallel):
         }
         groups = [process_group] if replicas is None else [process_group, replicas]
         groups = [checked_group(group) for group in groups]
+        units = tuple(units) if isinstance(units, Iterator) else units  # read twice
         check_units(module, groups, units, **options)
         plain, before = PlainModel.of(module), groups_before(module)
         exchange = exchange or PeerMessages(process_group)

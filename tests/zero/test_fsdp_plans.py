@@ -164,6 +164,16 @@ def constructions(odd: bool) -> dict:
     return {f"{words}Nothing was sent.": call for words, call in calls.items()}
 
 
+def units_of_an_iterator() -> list[str]:
+    plan = Ours(build_gpt(GPT), units=iter(["blocks.0", "blocks.1"])).plan
+    return [unit.name for unit in plan]
+
+
+def test_units_may_be_an_iterator_which_can_be_read_only_once():
+    [names_of_rank_0] = spawn(units_of_an_iterator, world_size=1, output="none")
+    assert names_of_rank_0 == ["root", "blocks.0", "blocks.1"]
+
+
 def refused() -> dict[str, str]:
     return tried(constructions(dist.get_rank() == 1))
 
