@@ -156,15 +156,19 @@ def _own(sharded: ShardedModule, optimizer: Optimizer | None) -> dict[str, Any]:
     pieces = {}
     for name, piece in sharded.pieces.items():
         state = {} if optimizer is None else optimizer.state.get(piece, {})
-        tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
-        tensors = {NUMBERS: piece, **tensors}
+        values = {NUMBERS: piece, **state}
         pieces[_key(name, piece)] = {
             "elements": (_range(piece).first, _range(piece).last, _numel(piece)),
-            "states": {k: seal(on_cpu(v).clone()) for k, v in tensors.items()},
+            "states": {k: seal(_copy(v)) for k, v in values.items()},
         }
     buffers = {key: seal(on_cpu(b)) for key, b in buffers_of(sharded).items()}
     options = None if optimizer is None else on_cpu(_options(sharded, optimizer))
     return {"pieces": pieces, "buffers": buffers, "options": seal(options)}
+
+
+def _copy(value: Any) -> Any:
+    """Return a tensor's copy on the CPU; a state may also be a plain number."""
+    return on_cpu(value).clone() if isinstance(value, Tensor) else value
 
 
 def _range(piece: Tensor) -> Flat:
@@ -207,7 +211,7 @@ def _options(sharded: ShardedModule, optimizer: Optimizer) -> list[dict[str, Any
 
 def _read_own(
     folder: Path, sharded: ShardedModule, optimizer: Optimizer | None
-) -> tuple[dict[Tensor, dict[str, Tensor]], list[tuple[Tensor, Tensor]], Any]:
+) -> tuple[dict[Tensor, dict[str, Any]], list[tuple[Tensor, Tensor]], Any]:
     """Return the states of this rank's pieces, the buffers, the optimizer's options."""
     files = [
         read_whole(path, FORMAT, mmap=True) for path in sorted(folder.glob("rank-*"))
@@ -271,7 +275,7 @@ def _check_fits(
 
 def _assembled(
     files: list[Mapping[str, Any]], key: str, piece: Tensor, with_states: bool
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Assemble the values of a piece, and its states, from all files."""
     parts = [file["pieces"][key] for file in files if key in file["pieces"]]
     names = dict.fromkeys(name for part in parts for name in part["states"])
@@ -281,19 +285,18 @@ def _assembled(
     }
 
 
-def _elements(
-    parts: list[Mapping[str, Any]], name: str, key: str, target: Flat
-) -> Tensor:
+def _elements(parts: list[Mapping[str, Any]], name: str, key: str, target: Flat) -> Any:
     """Return the range `target` of one state, copied from the parts that overlap it."""
     elements, missing = None, target.last - target.first
     for part in (part for part in parts if name in part["states"]):
         first, last, _ = part["elements"]
         begin, end = max(first, target.first), min(last, target.last)
         sealed = part["states"][name]
-        if sealed["value"].dim() == 0:  # such as "step": equal in all parts
-            return unseal(sealed).clone()
+        value = sealed["value"]
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return _copy(unseal(sealed))  # such as "step": equal in all parts
         if elements is None:
-            elements = sealed["value"].new_zeros(missing)
+            elements = value.new_zeros(missing)
         if begin < end:
             numbers = unseal(sealed)[begin - first : end - first]
             elements[begin - target.first : end - target.first] = numbers
@@ -305,7 +308,7 @@ def _elements(
 
 def _load_optimizer(
     optimizer: Optimizer,
-    states: Mapping[Tensor, dict[str, Tensor]],
+    states: Mapping[Tensor, dict[str, Any]],
     options: list[dict[str, Any]],
 ) -> None:
     """Load states and options into an optimizer, by its own `load_state_dict`."""

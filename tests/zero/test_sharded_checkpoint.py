@@ -81,6 +81,39 @@ def load_and_save(folder: str) -> list[float] | str:
     return found
 
 
+class SlowerAndSlower(torch.optim.Optimizer):
+    """An optimizer that counts its steps in a plain number, as many do."""
+
+    def __init__(self, params, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", 0) + 1
+                parameter.sub_(parameter.grad, alpha=group["lr"] / state["steps"])
+
+
+def counted_steps(folder: str) -> list[dict]:
+    """Step 3 times, save, load into another optimizer; return its states."""
+    module = sharded(1.0)
+    optimizer = SlowerAndSlower(module.parameters())
+    for _ in range(3):
+        module(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    sharded_checkpoint.save(folder, module, optimizer)
+    other = SlowerAndSlower(module.parameters())
+    sharded_checkpoint.load(folder, module, other)
+    return [*other.state.values()]
+
+
+def test_a_state_that_is_no_tensor_is_saved_too(tmp_path):
+    ranks = spawn(counted_steps, str(tmp_path), world_size=2, output="none")
+    assert ranks == [[{"steps": 3}] * 4] * 2
+
+
 # ---- files that cannot be used -------------------------------------------------------
 
 
