@@ -133,14 +133,15 @@ def names_of(groups: Iterable[dict[str, Any]]) -> dict[Tensor, str]:
     """Return a name for each parameter: its own if it was passed, otherwise a number.
 
     `Optimizer(model.named_parameters(), ...)` passes names; otherwise the names are
-    "0", "1", ..., the numbers of the parameters in `state_dict`.
+    "0", "1", ..., the numbers of the parameters in `state_dict`. A name that was used
+    before gets a number, too, so that all names differ.
     """
     names: dict[Tensor, str] = {}
     used = set()
     for group in groups:
         param_names = group.get("param_names") or [""] * len(group["params"])
         for parameter, name in zip(group["params"], param_names, strict=True):
-            if not name or name in used:
+            while not name or name in used:
                 name = f"{name}{len(names)}"
             used.add(names.setdefault(parameter, name))
     return names

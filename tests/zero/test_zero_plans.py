@@ -13,6 +13,7 @@ from ddp_course.mechanisms import trial
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.model import build_gpt
 from ddp_course.zero import NotElementwiseError, deal, shard_plan
+from ddp_course.zero.shards import names_of
 
 CPU = torch.device("cpu")
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -63,6 +64,14 @@ def test_the_largest_is_dealt_first_and_what_is_owned_counts():
     assert deal([5, 9, 3, 3], [0, 0]) == (1, 0, 1, 1)  # 9; 5, 3, 3
     assert deal([5, 9, 3, 3], [9, 0]) == (0, 1, 1, 1)
     assert deal([4], [1, 1, 0]) == (2,)
+
+
+def test_all_names_differ_also_if_two_models_have_equal_ones():
+    named = [(name, nn.Parameter(torch.zeros(1))) for name in ("a2", "a", "a", "a23")]
+    groups = torch.optim.SGD(named).param_groups
+    assert list(names_of(groups).values()) == ["a2", "a", "a22", "a23"]
+    unnamed = torch.optim.SGD([parameter for _, parameter in named]).param_groups
+    assert list(names_of(unnamed).values()) == ["0", "1", "2", "3"]
 
 
 def test_a_plan_tells_itself():
