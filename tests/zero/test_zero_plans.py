@@ -1,18 +1,22 @@
 """Who owns what, which optimizers can be cut, states in parts: all without a rank."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import error_of
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ddp_course.mechanisms import trial
 from ddp_course.mechanisms.elementwise import check_elementwise
 from ddp_course.model import build_gpt
-from ddp_course.zero import NotElementwiseError, deal, shard_plan
+from ddp_course.zero import NotElementwiseError, deal, optimizer_guards, shard_plan
 from ddp_course.zero.shards import names_of
 
 CPU = torch.device("cpu")
@@ -197,3 +201,36 @@ def test_who_cannot_be_tried_out_is_warned_of():
     optimizer = NeedsMore([torch.nn.Parameter(torch.ones(2))], "somehow")
     with pytest.warns(UserWarning, match="NeedsMore could not be tried out"):
         trial._try_out(optimizer, optimizer.param_groups[0], whole_tensors=False)
+
+
+# ---- guards --------------------------------------------------------------------------
+
+
+class LargestResult(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.nbytes = max([self.nbytes, *(t.nbytes for t in tensors)])
+        return result
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_equal_gradients_are_found_without_a_copy_of_all(averaged, monkeypatch):
+    def exchange(group):
+        return lambda note: [note, note if averaged else f"1{'0' * 16}"]
+
+    monkeypatch.setattr(optimizer_guards, "quick_exchange", exchange)
+    slots = [SimpleNamespace(parameter=p) for _, p in parameters([1000] * 8 + [5])]
+    for slot in slots[1:]:
+        slot.parameter.grad = torch.ones_like(slot.parameter)
+    engine = SimpleNamespace(slots=slots)
+    optimizer = SimpleNamespace(engine=engine, world_size=2, process_group=None)
+    guard = optimizer_guards.AveragedOnce()
+    with LargestResult() as largest:
+        refused = error_of(lambda: guard.gradients_complete(optimizer))
+    assert ("all ranks have the same gradients" in refused) == averaged
+    assert guard.known and largest.nbytes <= 4000  # of one gradient, in float32
