@@ -125,6 +125,7 @@ class ZeroRedundancyOptimizer(Zero1):
             groups = [*({**group} for group in self.param_groups), param_group]
             param_group = agreed_groups(groups, *self._arguments)[-1]
         super().add_param_group(param_group)
+        self._consolidated.whole = None  # it lacks the new group
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate, without averaging, the gradients of backwards in this block.
@@ -171,7 +172,7 @@ class ZeroRedundancyOptimizer(Zero1):
         """Return the state of all ranks, in the format of one process' optimizer.
 
         One process, or any number of ranks, can load it. Raises RuntimeError if the
-        state was not consolidated on this rank since the last step.
+        state was not consolidated on this rank since the last step or new group.
         """
         return self._consolidated.state_dict(self)
 

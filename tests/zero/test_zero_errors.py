@@ -199,6 +199,13 @@ def not_zeroed() -> None:
     model(x()).sum().backward()
 
 
+def grown_since() -> None:
+    model, opt = small()
+    opt.consolidate_state_dict(to=0)
+    opt.add_param_group({"params": linear(3, 3)})
+    opt.state_dict()
+
+
 IN_TRAINING = {
     "parameter 0 has been moved to another device or type*": moved,
     "parameter 0.weight was frozen at first*": thawed,
@@ -208,6 +215,7 @@ IN_TRAINING = {
     "this rank has only parts of the gradients of 4 of these 4*": clipped_by_pytorch,
     "parameter 0 has a gradient that this optimizer did not *": set_by_hand,
     "the gradients of the last step were not zeroed: call*": not_zeroed,
+    "each rank has its own part of the state: call consolid*": grown_since,
     "stage 2 stores no whole gradients*": lambda: small(Stage2)[1].no_sync(),
 }
 OTHERS = {"ours": OurDDP, "torch": DDP, "views": lambda m: DDP(
