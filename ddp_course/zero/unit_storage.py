@@ -291,11 +291,13 @@ class Unit:
         return any(flat.has_gradients for flat in self.trainable)
 
     def start_reduce(self) -> None:
-        """Begin to sum the gradients of every flat that has any."""
-        for flat in self.trainable:
-            if flat.has_gradients:
-                flat.collect()
-                self.sums.append(flat.reduce())
+        """Begin to sum the gradients of all flats, if the unit has any gradient.
+
+        Another rank may have gradients for a flat for which this rank has none.
+        """
+        for flat in self.trainable if self.has_gradients else ():
+            flat.collect()
+            self.sums.append(flat.reduce())
 
     def wait_reduced(self) -> None:
         """Wait until the mean gradients are in the pieces' `grad`."""

@@ -191,9 +191,25 @@ def parts() -> dict[str, object]:
     results["one output"] = without_gradient(sharded)
     results["free again"] = resident(sharded)["communication buffers"]
     results["input"] = input_gradient(sharded)
+    two_types = Ours(nn.Sequential(TwoTypes(), TwoTypes()), units=["0", "1"])
+    two_types(x).sum().backward()
+    results["one flat of a unit"] = gradients(two_types)
     results["another order"] = error_of(lambda: sharded(x, [me, 1 - me]))
     results["and then"] = error_of(lambda: sharded(x, [0, 1]))
     return results
+
+
+class TwoTypes(nn.Module):
+    """A unit with two flats; rank 0 alone has gradients for the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_32 = nn.Parameter(torch.ones(3))
+        self.in_64 = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.in_32
+        return y if dist.get_rank() else y + (x * self.in_64).float()
 
 
 def without_gradient(sharded: nn.Module) -> set[str]:
@@ -217,6 +233,9 @@ def test_parts_of_a_model_and_another_order_on_each_rank(two_ranks):
         assert rank["one output"] == {"branches.0", "branches.1"}
         assert rank["free again"] == 0
         assert torch.allclose(rank["input"], x.grad)
+        for name, mean in rank["one flat of a unit"].items():
+            want = 3 if "in_32" in name else 2  # the means of 4 and 2, and of 4 and 0
+            assert mean.tolist() == [want] * 3, name
         assert "CollectiveError: " in rank["another order"]
         assert "forward through the units" in rank["another order"]
         assert rank["and then"] == "no error"
