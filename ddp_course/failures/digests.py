@@ -9,6 +9,7 @@ equal: only the loss shows such a fault. Chapter 19.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -66,8 +67,8 @@ def first_spike(losses: Sequence[float]) -> int | None:
     The median is taken over the last 8 losses, so that one of them cannot move it far.
     A loss of nan is a spike. Returns None if no loss is a spike.
     """
-    for step in range(1, len(losses)):
-        usual = statistics.median(losses[max(0, step - 8) : step])
-        if not losses[step] <= 1.5 * usual:
+    for step, loss in enumerate(losses):
+        earlier = losses[max(0, step - 8) : step] or [math.inf]
+        if not loss <= 1.5 * statistics.median(earlier):
             return step
     return None

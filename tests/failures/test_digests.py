@@ -97,6 +97,7 @@ def test_a_spike_is_a_loss_far_above_those_before_it():
     assert first_spike([4.0, 3.5, 3.0, 3.1, 2.9, 9.0, 2.8]) == 5
     assert first_spike([4.0, 3.5, 3.0, 3.1, 2.9, 3.2, 2.8]) is None
     assert first_spike([4.0, 3.0, float("nan")]) == 2
+    assert first_spike([float("nan"), float("nan")]) == 0
     assert first_spike([4.0, 3.0, float("inf"), 3.0]) == 2
     falling = [9.0] * 9 + [1.0] * 7 + [1.6]
     assert first_spike(falling) == 16  # the losses before the last 8 do not count
