@@ -30,12 +30,14 @@ def young(save: float, mean: float) -> float:
 def daly(save: float, mean: float) -> float:
     """Return nearly the best seconds of work between saves, also for slow saves.
 
-    The first terms of a series for the minimum of `expected_time`. Daly, 2006.
+    The first terms of a series for the minimum of `expected_time`. Raises ValueError
+    for the same values as `young`. Daly, 2006.
     """
+    simple = young(save, mean)
     if save >= 2 * mean:
         return mean
     ratio = save / (2 * mean)
-    return young(save, mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
+    return simple * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
 def expected_time(work: float, save: float, mean: float, restart: float = 0.0) -> float:

@@ -46,6 +46,13 @@ def test_a_save_as_long_as_two_failures_leaves_daly_with_m():
     assert daly(2.0, 1.0) == daly(9.0, 1.0) == 1.0
 
 
+@pytest.mark.parametrize("mean", [0.0, -1.0, math.nan])
+def test_no_interval_is_best_without_time_between_failures(mean):
+    for best in (young, daly):
+        with pytest.raises(ValueError, match=f"mean {mean}; .* mean above 0"):
+            best(60.0, mean)
+
+
 def test_the_simple_loss_is_the_expected_one_to_first_order():
     save, mean = 1e-4, 1.0
     for work in (0.5 * young(save, mean), young(save, mean), 2 * young(save, mean)):
