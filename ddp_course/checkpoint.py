@@ -186,7 +186,8 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             if _rank() == 0:
                 for left_over in find_abandoned(self.folder):
-                    left_over.unlink(missing_ok=True)
+                    if not left_over.is_dir():  # a folder is of a sharded save
+                        left_over.unlink(missing_ok=True)
                 tempfile.TemporaryFile(dir=self.folder).close()
         except OSError as error:
             raise CheckpointError(

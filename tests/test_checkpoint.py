@@ -233,6 +233,12 @@ def test_processes_of_one_number_on_two_machines_write_into_one_folder(tmp_path)
     assert [path.read_text() for path in (first, other)] == ["first", "other"]
 
 
+def test_what_a_sharded_save_left_in_the_folder_is_no_obstacle(tmp_path):
+    (tmp_path / f"{WRITING}x").mkdir()
+    assert small(tmp_path).load(9) == []
+    assert names(tmp_path) == [f"{WRITING}x"]  # the next sharded save deletes it
+
+
 def test_two_runs_in_one_folder_do_not_take_anything_from_each_other(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
