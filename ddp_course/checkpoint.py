@@ -90,7 +90,8 @@ class Checkpoints:
         The list has one loss for each step that is done; without a checkpoint it is
         empty. Raises CheckpointError on all ranks, before anything is changed, if the
         folder or the file cannot be used, the checkpoint belongs to a run with other
-        settings, or it is from a step after `steps`.
+        settings, or it is from a step after `steps`. It is also raised, but perhaps
+        after the model was loaded, if model or optimizer are of another kind.
         """
         if self.folder is None:
             return []
