@@ -321,7 +321,7 @@ class Order:
     In forward, while block 3 computes, block 4 can be gathered: that is a *prefetch*.
     It requires knowing which unit comes after block 3. The model's code decides that
     when it runs, so the last forward's order is taken as a guess for the next one, and
-    its reverse for backward. A wrong guess costs one gather that was not needed.
+    its reverse for backward. A wrong guess costs gathers that were not needed.
 
     Args:
         guess: the numbers of the units, in the order before the first forward.
