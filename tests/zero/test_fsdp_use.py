@@ -191,12 +191,20 @@ def parts() -> dict[str, object]:
     results["one output"] = without_gradient(sharded)
     results["free again"] = resident(sharded)["communication buffers"]
     results["input"] = input_gradient(sharded)
+    results["strided buffer"] = strided_buffer()
     two_types = Ours(nn.Sequential(TwoTypes(), TwoTypes()), units=["0", "1"])
     two_types(x).sum().backward()
     results["one flat of a unit"] = gradients(two_types)
     results["another order"] = error_of(lambda: sharded(x, [me, 1 - me]))
     results["and then"] = error_of(lambda: sharded(x, [0, 1]))
     return results
+
+
+def strided_buffer() -> list[list[float]]:
+    """Return a buffer that is every second column of a table, after construction."""
+    layer, table = nn.Linear(2, 2), torch.arange(8.0).view(2, 4) + dist.get_rank()
+    layer.register_buffer("columns", table[:, ::2])
+    return Ours(layer).columns.tolist()
 
 
 class TwoTypes(nn.Module):
@@ -233,6 +241,7 @@ def test_parts_of_a_model_and_another_order_on_each_rank(two_ranks):
         assert rank["one output"] == {"branches.0", "branches.1"}
         assert rank["free again"] == 0
         assert torch.allclose(rank["input"], x.grad)
+        assert rank["strided buffer"] == [[0, 2], [4, 6]]  # rank 0's
         for name, mean in rank["one flat of a unit"].items():
             want = 3 if "in_32" in name else 2  # the means of 4 and 2, and of 4 and 0
             assert mean.tolist() == [want] * 3, name
