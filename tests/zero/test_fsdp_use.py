@@ -200,11 +200,12 @@ def parts() -> dict[str, object]:
     return results
 
 
-def strided_buffer() -> list[list[float]]:
-    """Return a buffer that is every second column of a table, after construction."""
+def strided_buffer() -> list:
+    """Return a buffer that is every second column of a table, and the whole state's."""
     layer, table = nn.Linear(2, 2), torch.arange(8.0).view(2, 4) + dist.get_rank()
     layer.register_buffer("columns", table[:, ::2])
-    return Ours(layer).columns.tolist()
+    sharded = Ours(layer)
+    return [t.tolist() for t in (sharded.columns, whole_state(sharded)["columns"])]
 
 
 class TwoTypes(nn.Module):
@@ -241,7 +242,7 @@ def test_parts_of_a_model_and_another_order_on_each_rank(two_ranks):
         assert rank["one output"] == {"branches.0", "branches.1"}
         assert rank["free again"] == 0
         assert torch.allclose(rank["input"], x.grad)
-        assert rank["strided buffer"] == [[0, 2], [4, 6]]  # rank 0's
+        assert rank["strided buffer"] == [[[0, 2], [4, 6]]] * 2  # rank 0's
         for name, mean in rank["one flat of a unit"].items():
             want = 3 if "in_32" in name else 2  # the means of 4 and 2, and of 4 and 0
             assert mean.tolist() == [want] * 3, name
