@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_course.collectives.patience import patient, socket_threads
+from ddp_course.mechanisms.agreement import agreed
 from ddp_course.mechanisms.assembly import (
     full_optimizer_state,
     load_full_optimizer_state,
@@ -76,10 +77,14 @@ class ConsolidatedState:
         self.whole = None
 
     def consolidate(self, optimizer: Any, to: int) -> None:
-        """Send all states to the group's rank `to`."""
-        if to not in range(optimizer.world_size):
-            last = optimizer.world_size - 1
-            raise ValueError(f"to is {to!r}; it can be 0 to {last}")
+        """Send all states to the group's rank `to`, which all ranks compare first."""
+
+        def check() -> None:
+            if to not in range(optimizer.world_size):
+                last = optimizer.world_size - 1
+                raise ValueError(f"to is {to!r}; it can be 0 to {last}")
+
+        agreed(check, optimizer.process_group, **{"argument to": repr(to)})
         names, groups = plain_names(optimizer), [optimizer.process_group]
         whole = full_optimizer_state(optimizer.optim, names, groups, everywhere=to > 0)
         self.whole = whole if optimizer.rank == to else None

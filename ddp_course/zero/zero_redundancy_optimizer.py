@@ -164,7 +164,8 @@ class ZeroRedundancyOptimizer(Zero1):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Send all states to the group's rank `to`; all ranks must call it.
 
-        Until the next step, that rank can call `state_dict`.
+        Until the next step, that rank can call `state_dict`. Raises ReplicaError, on
+        every rank, if the ranks pass different `to`, or one that is not in the group.
         """
         self._consolidated.consolidate(self, to)
 

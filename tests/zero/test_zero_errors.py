@@ -92,10 +92,13 @@ def refused() -> dict[str, str]:
             "ReplicaError: *this is no state_dict of an optimizer*": (
                 lambda: right.load_state_dict({"state": {}})
             ),
-            "ValueError: to is 3; it can be 0 to 2": (
+            "ReplicaError: *argument to is 0 on ranks 0, 2, 1 on rank 1*": (
+                lambda: right.consolidate_state_dict(to=int(odd))
+            ),
+            "ReplicaError: ranks 0, 1, 2: to is 3; it can be 0 to 2. *": (
                 lambda: right.consolidate_state_dict(to=3)
             ),
-            "ValueError: to is '0'; it can be 0 to 2": (
+            "ReplicaError: ranks 0, 1, 2: to is '0'; it can be 0 to 2. *": (
                 lambda: right.consolidate_state_dict(to="0")
             ),
             "ValueError: max_norm is -1; it must be a number, 0 or more": (
