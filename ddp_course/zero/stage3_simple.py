@@ -39,7 +39,8 @@ class SimpleFullyShardedDataParallel(nn.Module):
     All ranks must construct it together (all get the first rank's values), and use the
     units in the same order. A unit's `forward` must return its results as tensors, or
     in lists, dicts or dataclasses: hooks on these tensors notice when backward enters.
-    A parameter without a gradient counts as zero.
+    A parameter without a gradient counts as zero. After an error in forward or
+    backward, a unit may keep old values: construct the wrapper anew.
 
     Args:
         module: the module to shard; another parallelism may have cut it before.
