@@ -72,7 +72,9 @@ class OrderedDataParallel(nn.Module):
         announce(parts, "before_replication", self)
         first = dist.get_process_group_ranks(process_group or dist.group.WORLD)[0]
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.data, first, process_group)
+            numbers = tensor.data.contiguous()  # a slice has gaps in memory
+            dist.broadcast(numbers, first, process_group)
+            tensor.data.copy_(numbers)
         self.engine = Engine(self.reducer, parts)
         self.due: list[dict[str, Any]] | None = None  # options of a due step
         self.with_gradient: set[Tensor] = set()  # the parameters to step

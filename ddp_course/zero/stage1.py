@@ -16,6 +16,7 @@ which elements) and `mechanisms.engine`, which launches full buckets. Chapter 07
 """
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +34,14 @@ from ddp_course.zero.shards import (
     names_of,
     shard_of,
     shard_plan,
+)
+
+# PyTorch's own collectives. Both have other names before PyTorch 2.13.
+NATIVE = SimpleNamespace(
+    all_gather_single=getattr(dist, "all_gather_single", None)
+    or dist.all_gather_into_tensor,
+    reduce_scatter_single=getattr(dist, "reduce_scatter_single", None)
+    or dist.reduce_scatter_tensor,
 )
 
 
@@ -66,7 +75,7 @@ class Zero1(Optimizer):
         process_group: dist.ProcessGroup | None = None,
         *,
         bucket_cap_mb: float = BUCKET_CAP_MB,
-        collectives: Any = dist,
+        collectives: Any = NATIVE,
         parts: Iterable[Any] = (),
         **defaults: Any,
     ) -> None:
@@ -217,7 +226,7 @@ class ReduceScatterBuckets(BucketReducer):
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        collectives: Any = dist,
+        collectives: Any = NATIVE,
         parts: Iterable[Any] = (),
     ) -> None:
         super().__init__(group)

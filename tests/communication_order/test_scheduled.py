@@ -400,7 +400,18 @@ def of_their_own() -> dict[str, object]:
         "used": used_without_forward(ScheduledDataParallel),
         "used, finished": used_without_forward(ScheduledDataParallel, finish=True),
         "used too early": used_without_forward(LayersOnly),
+        "slice": slice_of_rank_0(),
     }
+
+
+def slice_of_rank_0() -> Tensor:
+    """Return a parameter with gaps in memory, after all ranks have got rank 0's."""
+    layer = nn.Linear(3, 2)
+    whole = torch.arange(16.0).view(2, 8) + 100 * dist.get_rank()
+    layer.weight = nn.Parameter(whole[:, :3])
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    wrapper = ScheduledDataParallel(layer, optimizer, FIFO)
+    return wrapper.module.weight.detach().clone()
 
 
 def both() -> tuple[dict, dict]:
@@ -413,6 +424,7 @@ def test_ranks_that_disagree_are_wrong_and_what_cannot_be_is_refused():
     assert same(results["right"], other["right"])
     assert not same(results["naive"], other["naive"])  # and nobody has said so
     for own in (results, other):
+        assert own["slice"].tolist() == [[0, 1, 2], [8, 9, 10]]
         assert same(own["skipped"], (True, results["right"]))
         assert own["loaded"] and own["without"] == (True, False, True)
         assert same(own["used"], own["used, finished"])

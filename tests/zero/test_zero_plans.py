@@ -1,6 +1,8 @@
 """Who owns what, which optimizers can be cut, states in parts: all without a rank."""
 
 import inspect
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -234,3 +236,15 @@ def test_equal_gradients_are_found_without_a_copy_of_all(averaged, monkeypatch):
         refused = error_of(lambda: guard.gradients_complete(optimizer))
     assert ("all ranks have the same gradients" in refused) == averaged
     assert guard.known and largest.nbytes <= 4000  # of one gradient, in float32
+
+
+def test_stage_1_finds_pytorchs_collectives_under_their_old_names():
+    program = (
+        "import torch.distributed as dist\n"
+        "for name in ('all_gather_single', 'reduce_scatter_single'):\n"
+        "    vars(dist).pop(name, None)\n"
+        "from ddp_course.zero.stage1 import NATIVE\n"
+        "assert NATIVE.all_gather_single is dist.all_gather_into_tensor\n"
+        "assert NATIVE.reduce_scatter_single is dist.reduce_scatter_tensor\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
