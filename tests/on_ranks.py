@@ -18,7 +18,8 @@ def launched(n: int | tuple[int, ...], *parts: Callable, **how) -> Callable:
 
     @pytest.fixture(scope="module", params=n if isinstance(n, tuple) else None)
     def ranks(request) -> dict[str, list]:
-        run = {"world_size": getattr(request, "param", n), "output": "none"} | how
+        run = {"output": "none", "timeout": 240.0} | how
+        run["world_size"] = getattr(request, "param", n)
         results = spawn(lambda: [part() for part in parts], **run)
         names = [part.__name__ for part in parts]
         return dict(zip(names, map(list, zip(*results, strict=True)), strict=True))
