@@ -32,7 +32,7 @@ def trained_in(layouts: Layouts, **curve: Any) -> dict[str, History]:
 
     runs = {}
     for (ranks, backend), names in groupby(sorted(layouts, key=launch), key=launch):
-        how = {"backend": backend} if backend else {}
+        how = {"timeout": 240.0} | ({"backend": backend} if backend else {})
         options = {name: curve | layouts[name][1] for name in names}
         runs |= spawn(run_all, options, world_size=ranks, output="none", **how)[0]
     return runs
