@@ -135,7 +135,7 @@ def lab(tmp_path_factory):
         port = free.getsockname()[1]
     command = [sys.executable, "-c", SERVE, str(root), str(port)]
     server = subprocess.Popen(command, env={**os.environ, "JUPYTER_TOKEN": "t"})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
