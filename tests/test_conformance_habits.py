@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import conformance_launch
+import pytest
 import torch
 import torch.distributed as dist
 from conformance_launch import EQUAL, FAILS, REFUSED, Case
@@ -931,6 +932,7 @@ def unlike(state: dict[str, Tensor], other: dict[str, Tensor]) -> str:
     return ""
 
 
+@pytest.mark.timeout(1500)  # a hundred cells, perhaps beside busy programs
 def test_every_habit_ends_like_one_process_or_is_refused():
     cells = CELLS if ALL else CELLS[SEED % 3 :: 3]
     found = conformance_launch.outcomes(
