@@ -39,6 +39,7 @@ from ddp_course.theory import ComposedRank
 from ddp_course.train import average
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+pytestmark = pytest.mark.timeout(900)  # the launch for all has 840 s
 
 # Two layers and both ends: four stages, for two on each of two ranks.
 SMALL = GPTConfig(block_size=8, n_layer=2, n_head=4, d_model=16)
@@ -178,7 +179,7 @@ def problem(steps: Steps, right: Steps) -> str | None:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, dict]]:
-    return spawn(all_compositions, world_size=8, output="none", timeout=280)
+    return spawn(all_compositions, world_size=8, output="none", timeout=840)
 
 
 @pytest.mark.parametrize(
