@@ -16,6 +16,7 @@ from ddp_course.model import GPTConfig
 from ddp_course.parameter_server import simulate_run
 from ddp_course.theory import gradients_per_second
 
+pytestmark = pytest.mark.timeout(900)  # the launch for all has 840 s
 TINY = GPTConfig(block_size=16, n_layer=1, d_model=24)
 CASE = steps.Case(2, TINY, 32, 2)
 CONTESTS = {
@@ -76,7 +77,7 @@ def own_numel(module) -> int:
 
 @pytest.fixture(scope="module")
 def ranks():
-    how = {"world_size": 2, "output": "none", "device": "cpu", "timeout": 200}
+    how = {"world_size": 2, "output": "none", "device": "cpu", "timeout": 840}
     return spawn(after_three_steps, **how)
 
 
@@ -190,7 +191,7 @@ def test_seconds_per_gradient_are_those_of_the_formula_if_nothing_else_takes_tim
 
 def test_what_is_pulled_and_pushed_is_told_by_all_contenders():
     results = spawn(
-        async_.pull_and_push, 3, 64, world_size=2, output="none", timeout=60
+        async_.pull_and_push, 3, 64, world_size=2, output="none", timeout=240
     )
     rows = {row["variant"]: row for row in rows_of("", async_.PAIRS, results)}
     assert "server" in rows
