@@ -293,7 +293,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path):
     def all_layouts():
         return [cut_in_two(str(tmp_path / f"{k}"), **h) for k, h in enumerate(layouts)]
 
-    for rank in spawn(all_layouts, world_size=3, timeout=120):
+    for rank in spawn(all_layouts, world_size=3, timeout=240):
         for whole, rest, again in rank:
             assert same_bits(whole, rest, 3)
             assert same_bits(whole, again, 5)
@@ -367,7 +367,7 @@ def test_all_ranks_say_what_is_wrong_with_a_checkpoint(tmp_path):
         how = {"checkpoint": tmp_path}
         return said(CheckpointError, train, 4, **CURVE, **how)
 
-    texts = spawn(attempt, world_size=3, timeout=60)
+    texts = spawn(attempt, world_size=3)
     assert len(set(texts)) == 1
     assert "rank 0: " in texts[0] and "cannot be read" in texts[0]
 
@@ -404,7 +404,7 @@ test_train_refuses_what_cannot_be = refused(
 
 def test_threads_and_ranks_do_not_mix():
     with pytest.raises(RankError, match="threads is 2, ranks is 2"):
-        spawn(lambda: train(1, **CURVE, threads=2), world_size=2, timeout=60)
+        spawn(lambda: train(1, **CURVE, threads=2), world_size=2)
 
 
 def test_on_step_is_called_by_rank_0_after_every_step():
