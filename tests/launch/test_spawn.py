@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import none_left
+from conftest import none_left, wait_until_gone
 
 from ddp_course.launch import (
     CannotSendError,
@@ -384,6 +384,11 @@ def test_the_plant_is_seen_by_the_search_for_leftovers():
     process.kill()
     process.wait()
     assert none_left([process.pid])
+
+
+def test_a_file_that_stays_is_left_and_one_that_has_gone_is_not(tmp_path):
+    (tmp_path / "stays").touch()
+    assert wait_until_gone({"stays", "gone"}, tmp_path, seconds=0.2) == {"stays"}
 
 
 # ---- rendezvous, names, devices ----------------------------------------------------
