@@ -204,7 +204,7 @@ class Launch:
     def _report_of_dead(self, rank: Rank) -> RankReport:
         """Return the report of a rank whose process ended without sending a result."""
         report = RankReport(rank.rank, "unfinished", ended_at=time.monotonic())
-        if not self.stacks_requested and server.wait_for_end(rank.process, 2.0):
+        if not self.stacks_requested and server.wait_for_end(rank.process, 10.0):
             code = rank.process.exitcode
             report.status = "killed" if code < 0 else "exited"
             report.error = _describe_exit_code(code)
