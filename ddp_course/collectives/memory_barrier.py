@@ -213,14 +213,22 @@ class Barrier:
             if gone:
                 who = ranks_in_words(gone)
                 raise RuntimeError(f"{who} failed and left this shared memory")
-            late = [r for r in range(self.size) if self._arrived[r] < self.count]
+            late = self._late()
             if self.watch:
-                self.watch(late)
+                try:
+                    self.watch(late)
+                except RuntimeError:
+                    if self._late() == late:  # else one has come, and left, meanwhile
+                        raise
             if left <= 0:
                 raise TimeoutError(
                     f"{ranks_in_words(late)} of {self.size} did not arrive within "
                     f"{self.timeout:g} s; rank {self.rank} waited"
                 )
+
+    def _late(self) -> list[int]:
+        """Return the ranks that have not arrived at this barrier yet."""
+        return [r for r in range(self.size) if self._arrived[r] < self.count]
 
 
 def _rows(table: Tensor) -> list[memoryview]:

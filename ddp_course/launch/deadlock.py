@@ -168,10 +168,17 @@ def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
         count += 1
         keys = [f"ddp_course/{name}/{count}/{r}" for r in ranks]
         store.set(keys[ranks.index(rank)], repr(value))
-        while late := [
-            r for r, key in zip(ranks, keys, strict=True) if not store.check([key])
-        ]:
-            watch(late)
+
+        def missing() -> list[int]:
+            places = zip(ranks, keys, strict=True)
+            return [r for r, key in places if not store.check([key])]
+
+        while late := missing():
+            try:
+                watch(late)
+            except DeadlockError:
+                if missing() == late:  # else a rank has come, and returned, meanwhile
+                    raise
             time.sleep(SLICE if watch.is_long() else 0.001)
         watch.end_wait()
         if count > 1:  # all ranks are in this exchange, so all have read the last

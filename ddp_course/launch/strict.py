@@ -139,9 +139,12 @@ class StrictWork(dist._Work):
             if in_main or (self.for_future and head is self):
                 watch = watch or group.watch()
                 watch.doing = head.text
+                waits_for = head.late
                 try:
-                    watch(head.late)
+                    watch(waits_for)
                 except DeadlockError as error:
+                    if head.late != waits_for:
+                        continue  # the rank has come, and returned, meanwhile
                     raise DeadlockError(
                         f"{error}{explain_deadlock(str(error))}"
                     ) from None

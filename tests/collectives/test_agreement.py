@@ -27,7 +27,7 @@ from ddp_course.collectives.meeting import (
 )
 from ddp_course.collectives.memory_barrier import LONGEST
 from ddp_course.launch import spawn
-from ddp_course.launch.deadlock import DeadlockError, Watch
+from ddp_course.launch.deadlock import DeadlockError, Watch, exchange_by_store
 from ddp_course.measure import ByteMeter
 
 FOUR, SQUARE, INTEGERS = torch.zeros(4), torch.zeros(2, 2), torch.zeros(12).long()
@@ -250,6 +250,31 @@ def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
     assert "rank 0" in look(2) and "rank 1" in look(2)
     watches[1].end_wait()  # 1 goes on, so nobody is stuck
     assert [look(r) for r in (0, 2, 0, 2)] == [""] * 4
+
+
+class BetweenTwoLooks(Watch):
+    """When this rank has found rank 1 late, and asks why, that one has returned."""
+
+    came = True
+
+    def __call__(self, late: list[int]) -> None:
+        if self.came:
+            self.store.set("ddp_course/pair/1/1", repr("here"))
+        self.store.set("ddp_course/waits/1", repr({"returned": True}))
+        self.since = -1e9
+        super().__call__(late)
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_a_rank_that_comes_and_returns_between_two_looks_is_not_missed(came):
+    watch = BetweenTwoLooks(dist.HashStore(), [0, 1], 0)
+    watch.came = came
+    exchange = exchange_by_store("pair", watch)
+    if came:
+        assert exchange("me") == ["me", "here"]
+        return
+    with pytest.raises(DeadlockError, match=r"ranks \[1\] have returned"):
+        exchange("me")
 
 
 def test_reading_notes():
