@@ -23,6 +23,18 @@ from ddp_course.theory import model_states
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+@pytest.fixture(autouse=True)
+def no_collector():
+    """Nothing that earlier tests have left is freed in the middle of a test.
+
+    Labelled memory counts as long as it lives, also in a circle of references that only
+    the garbage collector finds.
+    """
+    gc.disable()
+    yield
+    gc.enable()
+
+
 class Odd(nn.Module):
     """Tied, shared, viewed, frozen parameters; a window into a large buffer."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import threading
@@ -24,6 +25,18 @@ from ddp_course.theory import gpt_activations
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 TINY = GPTConfig(vocab_size=11, block_size=16, n_layer=2, n_head=2, d_model=12)
+
+
+@pytest.fixture(autouse=True)
+def no_collector():
+    """Nothing that earlier tests have left is freed in the middle of a test.
+
+    A log sees the end of labelled memory, and the profiler that of all memory, also if
+    it was left in a circle of references that only the garbage collector finds.
+    """
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def tokens(batch: int = 2, config: GPTConfig = TINY) -> Tensor:
