@@ -425,6 +425,7 @@ def added_code(copy: Path, file: str) -> str:
 
 
 @pytest.mark.kernel
+@pytest.mark.timeout(3000)
 def test_a_chapter_and_all_four_recipes_work_on_a_copy_of_the_tree(copy):
     no_ranks = {IN_SERVER: "1"}
     drawn = run(copy, "-m", "ddp_course.chapters", **no_ranks)
