@@ -125,11 +125,11 @@ def killed_in_a_row(fn, folder, steps, ranks, *args, kills=KILLS, seed=0):
         launches += 1
         doom = chance.randrange(writers), chance.random() ** 0.5  # writing comes late
         reports = spawn(
-            fn, folder, steps, *args, *doom, world_size=ranks, check=False, timeout=60
+            fn, folder, steps, *args, *doom, world_size=ranks, check=False, timeout=600
         )
         killed += any(report.status == "killed" for report in reports)
     assert killed == kills, reports
-    return spawn(fn, folder, steps, *args, world_size=ranks, timeout=120)
+    return spawn(fn, folder, steps, *args, world_size=ranks, timeout=600)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
@@ -173,6 +173,6 @@ def in_place(state: object, path: Path) -> None:
 def test_a_save_in_place_is_caught(tmp_path):
     args, ranks = (tmp_path, 6, LAYOUTS["ddp"][1]), LAYOUTS["ddp"][0]
     doom = 0, 0.9, in_place  # rank 0, while it writes
-    spawn(train_and_die, *args, *doom, world_size=ranks, check=False, timeout=60)
+    spawn(train_and_die, *args, *doom, world_size=ranks, check=False, timeout=600)
     with pytest.raises(RankError, match="step-00000002.pt cannot be read"):
-        spawn(train_and_die, *args, world_size=ranks, timeout=60)
+        spawn(train_and_die, *args, world_size=ranks, timeout=600)
