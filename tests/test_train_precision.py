@@ -53,10 +53,12 @@ def far(losses: list[float], right: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(losses, right, strict=True))
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
 def test_every_strategy_trains_in_every_precision(ranks, cases):
     alone = histories({("one", name): {} for name in ("fp32", *FAR)})
-    results = spawn(partial(histories, cases), world_size=ranks, output="none")
+    how = {"world_size": ranks, "output": "none", "timeout": 1200}
+    results = spawn(partial(histories, cases), **how)
     for (name, precision), (losses, types, checksum) in results[0].items():
         right, its_types, _ = alone["one", precision]
         assert far(losses, right) < FAR[precision], (name, precision)
