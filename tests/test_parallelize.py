@@ -31,6 +31,8 @@ LOSS_TOLERANCE = 1e-5  # of about 4.6
 # (test_train.py); measured here: 1.3e-7. The plants below are at 1e-4 and more.
 PARAMETER_TOLERANCE = 5e-6
 
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all ranks
+
 # On four ranks. `test_composed_training.py` has those of several axes; two ranks, and
 # other schedules, are in the conformance matrix and in the strategies' own tests.
 LAYOUTS = [{"tp": 4}, {"pp": 4, "schedule": "interleaved"}]
@@ -275,7 +277,7 @@ def one() -> History:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list:
     folder = tmp_path_factory.mktemp("runs")
-    return spawn(on_every_rank, folder, world_size=4, timeout=240)
+    return spawn(on_every_rank, folder, world_size=4, timeout=1200)
 
 
 def same_training(histories: list[History], one: History) -> bool:
@@ -328,7 +330,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_ranks_of_all_axes():
             tp_axis.tensor_parallel = fail
         return said(ValueError, train, 1, **CURVE, tp=2), uncut
 
-    for text, uncut in spawn(work, world_size=4, timeout=60):
+    for text, uncut in spawn(work, world_size=4, timeout=240):
         assert "no room for this part" in text
         assert "has 8 stages, and the model has 6 layers" in uncut
 
@@ -338,4 +340,4 @@ def test_ranks_that_were_told_other_layouts_say_so():
         train(1, **CURVE, **({"tp": 2}, {"pp": 2})[dist.get_rank()])
 
     with pytest.raises(RankError, match="pp is 1 on rank 0, 2 on rank 1; tp is 2 on"):
-        spawn(other_axes, world_size=2, timeout=60)
+        spawn(other_axes, world_size=2, timeout=240)
