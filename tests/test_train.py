@@ -149,7 +149,7 @@ def one():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return spawn(on_every_rank, world_size=3, timeout=120)
+    return spawn(on_every_rank, world_size=3, timeout=240)
 
 
 def same_training(histories, one):
@@ -209,7 +209,7 @@ def test_every_rank_computes_its_share_of_the_rows_and_no_more(ranks):
 
 def test_a_batch_that_cannot_be_shared_is_refused():
     with pytest.raises(RankError, match="8 rows cannot be shared equally by 3 ranks"):
-        spawn(train, 1, 8, SMALL, world_size=3, timeout=60)
+        spawn(train, 1, 8, SMALL, world_size=3, timeout=240)
 
 
 def test_options_that_differ_between_the_ranks_are_refused():
@@ -217,7 +217,7 @@ def test_options_that_differ_between_the_ranks_are_refused():
         train(1 + dist.get_rank(), 8, SMALL)
 
     with pytest.raises(RankError, match="steps is 1 on rank 0, 2 on rank 1. Nothing w"):
-        spawn(train_longer, world_size=2, timeout=60)
+        spawn(train_longer, world_size=2, timeout=240)
 
 
 def test_one_of_several_processes_that_have_not_met_is_refused(monkeypatch):
