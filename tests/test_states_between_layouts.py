@@ -18,6 +18,8 @@ from ddp_course.mechanisms.saving import read_whole, seal, unseal, write_whole
 from ddp_course.model import GPTConfig
 from ddp_course.train import History, largest_difference, train
 
+pytestmark = pytest.mark.timeout(3000)  # the first test waits for all layouts
+
 SMALL = GPTConfig(block_size=12, n_layer=2, n_head=4, d_model=16)
 CURVE = {"batch_size": 24, "preset": SMALL, "clip": 0.5, "keep_state": True}
 CURVE |= {"experts": 8, "balance": 0.0}  # cp refuses a balance loss
