@@ -165,7 +165,11 @@ def one_all_reduce_per_bucket(results: dict) -> bool:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple]:
-    return spawn(lambda: (every_collective(), train(False), train(True)), world_size=4)
+    return spawn(
+        lambda: (every_collective(), train(False), train(True)),
+        world_size=4,
+        timeout=240,
+    )
 
 
 @linux
