@@ -201,7 +201,9 @@ def _in(folder: Path, line: str) -> str:
 def copy(tmp_path_factory):
     """A learner's copy, and beside it the files that the lines name."""
     folder = tmp_path_factory.mktemp("printed")
-    learners_copy(folder / "ddp-course")
+    with pytest.MonkeyPatch.context() as own:  # not the database of the user's Jupyter
+        own.setenv("JUPYTER_DATA_DIR", f"{folder / 'jupyter'}")
+        learners_copy(folder / "ddp-course")
     for name in ("monday", "our-class"):
         (folder / name).mkdir()
     (folder / "ddp-course/program.py").write_text(PROGRAM_PY)
