@@ -189,6 +189,7 @@ def test_a_folder_that_is_something_else_is_left_alone(course):
         copy.learners_copy("ddp-course/letter.txt/x")
 
 
+@pytest.mark.timeout(900)
 def test_a_clone_stays_clean(course, capsys, monkeypatch):
     """The course is done in the copy, and git has nothing to say in the clone."""
 
@@ -237,9 +238,10 @@ def test_the_whole_course_is_done_and_the_clone_stays_clean(tmp_path, monkeypatc
     assert run("git", "status", "--short", cwd=clone) == ""
 
 
-def test_a_wheel_brings_notebooks_and_pictures(tmp_path):
+def test_a_wheel_brings_notebooks_and_pictures(tmp_path, monkeypatch):
     """No clone is needed: what pip installs has all that `lab` copies."""
     pytest.importorskip("setuptools", "77", reason="pip brings it when it builds")
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
     listed = run("git", "ls-files", "-co", "--exclude-standard").split()
     for file in filter(lambda file: (ROOT / file).is_file(), listed):
         (tmp_path / "tree" / file).parent.mkdir(parents=True, exist_ok=True)
