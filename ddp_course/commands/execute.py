@@ -173,6 +173,7 @@ def execute(
         notebook,
         kernel_manager_class=ThisPython,
         timeout=timeout,
+        startup_timeout=300,  # seconds; 60 by default, which a busy machine may need
         resources={"metadata": {"path": str(folder)}},
         store_widget_state=False,
         record_timing=False,
