@@ -36,6 +36,7 @@ browsed = pytest.mark.skipif(
     CHROMIUM is None or find_spec("axe_playwright_python") is None,
     reason="no Chromium, or no .[site-test]",
 )
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for the whole edition
 
 
 class Page(HTMLParser):
