@@ -1,6 +1,7 @@
 """Chapter 18: counted FLOPs, merged traces, what tells faults apart, the dry run."""
 
 import json
+import time
 
 import pytest
 
@@ -36,18 +37,21 @@ def test_flops_are_the_formulas():
 
 
 def test_a_merged_trace_has_all_ranks_on_one_clock(tmp_path):
+    begin = time.perf_counter()
     ours = spawn(profiled, "late rank", str(tmp_path), output="none")
+    took = time.perf_counter() - begin
     trace = merged(tmp_path)
     assert {e["pid"] for e in trace["traceEvents"]} == {0, 1, 2, 3}
     events = events_of(trace)
     steps = [e for e in events if e.op == "step"]
     assert [e.rank for e in steps] == [0, 1, 2, 3]
     mine = [e for rank in ours for e in rank if e.op == "step"]
-    for theirs, our in zip(steps, mine, strict=True):
-        assert theirs.seconds == pytest.approx(our.seconds, abs=0.5)
-        # One clock: what lies between two ranks' starts is the same in both.
-        apart = theirs.start - steps[0].start
-        assert apart == pytest.approx(our.start - mine[0].start, abs=0.5)
+    # One clock: moved by one time for all ranks, our steps lie within theirs.
+    pairs = [*zip(steps, mine, strict=True)]
+    least = max(theirs.start - our.start for theirs, our in pairs)
+    most = min(theirs.end - our.end for theirs, our in pairs)
+    assert least < most + 0.1
+    assert max(theirs.seconds for theirs in steps) < took
     assert sum(e.op == GLOO for e in events) == 16
     arrows = [e for e in trace["traceEvents"] if e.get("ph") in ("s", "f")]
     ends = {(e["pid"], e["id"]) for e in arrows}
