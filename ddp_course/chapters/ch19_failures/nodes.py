@@ -18,11 +18,13 @@ import torch
 
 from ddp_course.chapters.ch19_failures import elastic_script
 from ddp_course.chapters.ch19_failures.elastic_script import train
+from ddp_course.lab.answers import patient
 from ddp_course.launch import spawn
 from ddp_course.launch.rendezvous import loopback_interface
 
 # torchrun waits 30 s for more nodes, and 15 s before it believes that one is dead.
-QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt="
+SILENT = 3.0  # seconds until a node is dead (`patient` adds more under load)
 # Without this, the store's address is published in the first round only, and a node
 # that comes later waits 60 s for it and fails, with all others (torch 2.13).
 LATE_NODES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -44,7 +46,7 @@ class Nodes:
             *("--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={self.endpoint}"),
             *("--rdzv-id=chapter19", "--local-addr=127.0.0.1"),
-            f"--rdzv-conf=is_host={int(name == 'a')},{QUICK}",
+            f"--rdzv-conf=is_host={int(name == 'a')},{QUICK}{round(patient(SILENT))}",
             *(elastic_script.__file__, str(self.folder)),
         ]
         more = {"NODE": name, "OMP_NUM_THREADS": "1", **LATE_NODES}
@@ -124,7 +126,7 @@ def nodes(folder: Path, timeout: float) -> Iterator[Nodes]:
                 agent.wait()
 
 
-def leave_and_return(folder: Path, timeout: float = 300) -> tuple[list, dict]:
+def leave_and_return(folder: Path, timeout: float = 600) -> tuple[list, dict]:
     """Let node b die after 4 steps of 12, and come back after 8.
 
     Returns, for each of the three phases, what the ranks noted (`note_start`); and the
