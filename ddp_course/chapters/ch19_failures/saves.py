@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -129,21 +130,26 @@ def _by_pytorch(
     optimizer: torch.optim.Optimizer,
     run: SavedRun,
 ) -> tuple[Callable[[int], None], Callable[[], None]]:
-    under_way: list[Future] = []
+    under_way: list[tuple[Future, threading.Event]] = []
 
     def finish() -> None:
-        for future in under_way:
+        for future, noted in under_way:
             future.result()
+            noted.wait()  # a future's callbacks run after its waiters are woken
 
     def save(step: int) -> None:
         finish()
         start = time.perf_counter()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         future = dcp.async_save(state, checkpoint_id=folder / str(step))
-        future.add_done_callback(
-            lambda _: run.written.append((start, time.perf_counter()))
-        )
-        under_way[:] = [future]
+        noted = threading.Event()
+
+        def note(_: Future) -> None:
+            run.written.append((start, time.perf_counter()))
+            noted.set()
+
+        future.add_done_callback(note)
+        under_way[:] = [(future, noted)]
 
     return save, finish
 
