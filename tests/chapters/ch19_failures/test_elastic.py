@@ -1,11 +1,11 @@
 """Nodes that leave and come back, and numbers of ranks that change."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import alive, none_left
 
 from ddp_course.chapters.ch19_failures import nodes
 from ddp_course.chapters.ch19_failures.batches import ROWS, grown
@@ -44,7 +44,7 @@ def test_a_forgotten_momentum_is_seen_in_the_losses(alone, tmp_path):
 
 
 @pytest.mark.endurance
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_node_dies_and_comes_back_and_nothing_changes(alone, tmp_path):
     phases, record = nodes.leave_and_return(tmp_path)
     sizes = [[rank["WORLD_SIZE"] for rank in ranks] for ranks in phases]
@@ -54,7 +54,7 @@ def test_a_node_dies_and_comes_back_and_nothing_changes(alone, tmp_path):
     assert record["ranks"] == [2] * 4 + [1] * 4 + [2] * 4
     assert record["rows"] == alone["rows"]
     assert furthest(record, alone) < 1e-12
-    assert not any(map(is_alive, pids(tmp_path)))
+    assert none_left(pids(tmp_path), 100)
 
 
 @pytest.mark.skipif(not ENDURANCE, reason="torchrun gives up after a minute")
@@ -64,35 +64,24 @@ def test_a_shared_store_does_not_let_a_node_come_later(monkeypatch, tmp_path):
     monkeypatch.setattr(nodes, "LATE_NODES", {})
     with pytest.raises(RuntimeError, match="an agent failed before 2 ranks"):
         nodes.leave_and_return(tmp_path, timeout=300)
-    assert not any(map(is_alive, pids(tmp_path)))
+    assert none_left(pids(tmp_path))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_an_error_leaves_no_agent_and_no_rank_behind(tmp_path):
-    with pytest.raises(ZeroDivisionError), nodes.nodes(tmp_path, timeout=90) as two:
+    with pytest.raises(ZeroDivisionError), nodes.nodes(tmp_path, timeout=400) as two:
         two.allow(0)
         two.start("a")
         two.next_ranks(1)
         agent = two.agents["a"].pid
-        assert is_alive(agent)
+        assert alive(agent)
         raise ZeroDivisionError
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, [agent, *pids(tmp_path)])):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert none_left([agent, *pids(tmp_path)], 100)
 
 
 def pids(folder: Path) -> list[int]:
     lines = (folder / "starts").read_text().splitlines()
     return [nodes.json.loads(line)["pid"] for line in lines]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
 def test_a_larger_batch_wants_a_larger_learning_rate():
