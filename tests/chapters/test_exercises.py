@@ -244,7 +244,8 @@ def loop(x):
     ],
 )
 def test_nothing_raises_or_hangs(answer, hint, monkeypatch):
-    monkeypatch.setattr(answers, "TIMEOUT", 0.2)
+    if answer is loop:  # all others have time, also on a busy machine
+        monkeypatch.setattr(answers, "TIMEOUT", 0.2)
     monkeypatch.setattr("os.getloadavg", lambda: (0, 0, 0))
     verdict = check_double(answer)
     assert verdict.status == NOT_YET
