@@ -52,6 +52,7 @@ CELLS = {
 
 
 @pytest.mark.kernel
+@pytest.mark.timeout(900)
 def test_every_cell_shows_one_thing(tmp_path):
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(code.strip()) for code in CELLS]
@@ -65,7 +66,8 @@ def test_every_cell_shows_one_thing(tmp_path):
     client = nbclient.NotebookClient(
         notebook,
         kernel_manager_class=ThisPython,
-        timeout=120,
+        timeout=400,
+        startup_timeout=400,
         store_widget_state=False,
         resources={"metadata": {"path": str(folder)}},
     )
