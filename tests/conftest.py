@@ -130,6 +130,10 @@ def pytest_collection_modifyitems(
         return file in cells, -cells[file], max(marks, default=0), starts_ranks
 
     items.sort(key=cost)
+    for item in items:
+        if file_of(item) in cells:  # kernels of a busy machine need seconds to answer
+            item.output_timeout = 60  # nbval's own is 5
+            item.add_marker(pytest.mark.timeout(1000))
 
 
 def alive(pid: int) -> bool:
