@@ -12,6 +12,7 @@ import torch
 from ddp_course.chapters.ch05_ddp_internals import copied_script, ddp_script
 from ddp_course.launch import spawn
 
+pytestmark = pytest.mark.timeout(600)
 SOURCE = Path(ddp_script.__file__).read_text()
 PLAIN = ("dropout: float = 0.1", "dropout: float = 0.0")  # masks differ by rank
 MISTAKES = {
@@ -59,7 +60,8 @@ def saved(tmp_path_factory):
         (1, 32, {"one process": []}, [3]),
         (2, 16, {"two ranks": [], **mistakes}, [1, 3]),
     ):
-        spawn(run_all, *case, world_size=n, device="cpu", output="none")
+        how = {"world_size": n, "device": "cpu", "output": "none", "timeout": 240}
+        spawn(run_all, *case, **how)
     return {path.name: torch.load(path) for path in folder.iterdir()}
 
 
@@ -93,7 +95,6 @@ def test_the_copied_script_runs_for_all_its_faults(tmp_path):
     assert (tmp_path / "copied.pt").exists()  # two ranks wrote it, perhaps at once
 
 
-@pytest.mark.timeout(600)
 def test_the_file_under_torchrun(tmp_path):
     command = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
     run = subprocess.run(

@@ -14,7 +14,8 @@ from ddp_course.launch import spawn
 
 FILE = fsdp_script.__file__
 SOURCE = Path(FILE).read_text().replace("rows: int = 320", "rows: int = 128")
-CPU = {"device": "cpu", "output": "none"}
+CPU = {"device": "cpu", "output": "none", "timeout": 240}
+pytestmark = pytest.mark.timeout(1200)  # four launches, on a busy machine
 MISTAKES = {
     "one order for all epochs": ("sampler.set_epoch(epoch)", "pass"),
     "every rank reads everything": ("sampler=sampler", "shuffle=False"),
