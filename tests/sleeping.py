@@ -5,10 +5,12 @@ import time
 import torch
 from torch import nn
 
-from ddp_course.measure import Event
+from ddp_course.measure import Event, EventLog
+from ddp_course.measure.blocks import active_logs
 from ddp_course.mechanisms.engine import Engine
 
 SLEEP = 0.03
+LONGEST = 30.0  # seconds to wait for a message; only one that never ends takes so long
 
 
 class Sleep(torch.autograd.Function):
@@ -26,8 +28,37 @@ class Sleep(torch.autograd.Function):
         return gradient, None, None
 
 
+class SleepInBackward(torch.autograd.Function):
+    """Gives its input on; backward takes SLEEP seconds, and until messages have ended.
+
+    So a message that is sent beside backward overlaps with it, however late another
+    rank is, or the thread that sends.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(SLEEP)
+        latest = time.monotonic() + LONGEST
+        while any(map(is_sending, active_logs())) and time.monotonic() < latest:
+            time.sleep(0.001)
+        now = time.perf_counter()
+        for log in active_logs():
+            log.add("slept", now, now)
+        return gradient
+
+
+def is_sending(log: EventLog) -> bool:
+    """Tell whether more messages have been launched than have ended."""
+    lanes = [event.lane for event in log.events]
+    return lanes.count("launch") > lanes.count("communication")
+
+
 class Sleeping(nn.Module):
-    """Layers that compute for SLEEP seconds each in backward."""
+    """Layers that compute for SLEEP seconds or more each in backward."""
 
     def __init__(self, layers: int = 5) -> None:
         super().__init__()
@@ -35,7 +66,7 @@ class Sleeping(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = Sleep.apply(layer(x), 0.0, SLEEP)
+            x = SleepInBackward.apply(layer(x))
         return x
 
 
@@ -53,12 +84,12 @@ def send_after_backward(engine: Engine) -> None:
 
 
 def launched_early(events: list[Event]) -> int:
-    """Return how many messages were launched before the last layer's backward ended.
+    """Return how many messages were launched before the last layer's sleep ended.
 
     Where the thread that computes records its launches, they count: on a busy machine
     the message itself may start late.
     """
-    last = max(e.end for e in events if e.lane == "compute" and e.seconds >= SLEEP)
+    last = max(e.end for e in events if e.op == "slept")
     launches = [e for e in events if e.lane == "launch"]
     messages = [e for e in events if e.lane == "communication"]
     return sum(e.start < last for e in launches or messages)
