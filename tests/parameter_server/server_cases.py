@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from unittest import mock
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from refusals import said
 from torch import nn
 
+from ddp_course.launch.deadlock import default_store
 from ddp_course.parameter_server import (
     SYNCHRONOUS,
     Book,
@@ -240,22 +240,51 @@ def one_is_killed() -> Record | None:
     return None
 
 
+class Impatient(Server):
+    """Its patience with rank 2 is over as soon as that rank says that it is silent."""
+
+    heard = False
+
+    def _remove_silent_workers(self):
+        if not self.heard and default_store().check(["silent"]):
+            self.heard = True
+            self.last_call[2] -= self.patience
+        super()._remove_silent_workers()
+
+
+# What a rank says in a turn that it begins, and what it waits for then, by rank and
+# turn. Rank 1 gets as far as its turn 8 only if nobody waits for rank 2 any more.
+SAYS = {
+    (1, 0): "has begun",
+    (1, 8): "is past the bound",
+    (2, 3): "silent",
+    (2, 4): "is back",
+    (3, 0): "has joined",
+}
+AWAITS = {(1, 8): ["is back", "has joined"], (2, 3): ["is past the bound"]}
+
+
 def slow_and_late() -> object:
-    """Rank 2 is silent for longer than patience, and comes back; rank 3 joins late."""
-    model, rank = make_model(), dist.get_rank()
+    """Rank 2 is silent for longer than patience, and comes back; rank 3 joins late.
+
+    The ranks wait for each other in the store, so that all of this happens also on a
+    busy machine.
+    """
+    model, rank, store = make_model(), dist.get_rank(), default_store()
     if rank == 0:
         its_optimizer = OPTIMIZERS["sgd"](model.parameters())
-        how = {"late": [3], "patience": 0.4, "steps": 150}
-        return Server(model.parameters(), its_optimizer, bounded(2), **how).serve()
+        how = {"late": [3], "steps": 150}
+        return Impatient(model.parameters(), its_optimizer, bounded(2), **how).serve()
     if rank == 3:
-        time.sleep(0.2)
+        store.wait(["has begun"])
     with Worker(model.parameters()) as worker:
         for turn in range(10**6):
             if not worker.pull():
                 return turn
-            if rank == 2 and turn == 3:
-                time.sleep(0.8)
+            if (rank, turn) in SAYS:
+                store.set(SAYS[rank, turn], "now")
+            if (rank, turn) in AWAITS:
+                store.wait(AWAITS[rank, turn])
             gradient(model, rank, worker.clock)
-            time.sleep(0.02)
             worker.push()
     return None
