@@ -91,7 +91,7 @@ class SendsAll(ShardedServer):
 
 def test_a_sharded_server_moves_what_zero_1_moves():
     ranks = 4
-    found = spawn(both, world_size=ranks, timeout=40)
+    found = spawn(both, world_size=ranks)
     for rank, ((nbytes, _, weights, record), theirs, loose, _) in enumerate(found):
         extra = nbytes - theirs[0]  # one more pull, of what they began with
         assert extra * STEPS * 2 == theirs[0], rank
@@ -110,7 +110,7 @@ def test_a_sharded_server_is_legal_for_nccl_and_one_that_sends_too_much_is_caugh
     def both():
         return sharded(bounded(0)), sharded(SYNCHRONOUS, SendsAll), zero1()
 
-    for ours, wrong, theirs in spawn(both, world_size=3, backend="strict", timeout=40):
+    for ours, wrong, theirs in spawn(both, world_size=3, backend="strict"):
         assert (ours[0] - theirs[0]) * STEPS * 2 == theirs[0]
         assert (wrong[0] - theirs[0]) * STEPS * 2 != theirs[0]
 
@@ -131,7 +131,7 @@ def test_optimizers_of_whole_tensors_and_other_parameters_are_refused_on_all_ran
         with pytest.raises(ReplicaError, match=r"\[\(4,\)\].* on rank 0, \[\(5,\)\]"):
             ShardedServer([other], torch.optim.SGD, lr=0.1)
 
-    spawn(refused, world_size=2, timeout=20)
+    spawn(refused, world_size=2)
 
 
 def test_a_last_step_that_fails_in_a_shard_is_told():
@@ -150,7 +150,7 @@ def test_a_last_step_that_fails_in_a_shard_is_told():
         server.leave()
 
     with pytest.raises(RankError, match="rank 0: RuntimeError: of the optimizer"):
-        spawn(fails, world_size=2, timeout=20, output="none")
+        spawn(fails, world_size=2, output="none")
 
 
 def test_hogwild_loses_little_and_all_see_the_same():
@@ -235,7 +235,7 @@ def test_only_rows_that_are_touched_are_sent():
     optimizers = [partial(getattr(torch.optim, name), lr=0.1) for name in names]
     kinds = [(RowServer, optimizer) for optimizer in optimizers]
     wrong_one = (LastWins, optimizers[0])
-    *found, (wrong, _) = spawn(tables, [*kinds, wrong_one], world_size=3, timeout=30)[0]
+    *found, (wrong, _) = spawn(tables, [*kinds, wrong_one], world_size=3)[0]
     for (ours, report), optimizer in zip(found, optimizers, strict=True):
         table, sent, received = alone(optimizer)
         torch.testing.assert_close(ours, table, rtol=1e-5, atol=1e-6)
