@@ -17,7 +17,7 @@ ROUNDING = 1e-6  # who divides first, or adds in another order, rounds otherwise
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict]:
-    return spawn(cases.everything, world_size=RANKS, output="none")
+    return spawn(cases.everything, world_size=RANKS, output="none", timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_with_a_loss_scaler_all_ranks_skip_the_same_step():
 
 
 def test_a_rank_that_dies_leaves_the_others_what_they_have_learnt():
-    results = spawn(cases.one_dies, world_size=3, may_fail=[2], timeout=30)
+    results = spawn(cases.one_dies, world_size=3, may_fail=[2])
     for rank in (0, 1):
         words, unchanged, steps = results[rank]
         assert "could not be averaged after step 8: a rank has ended" in words
