@@ -95,7 +95,7 @@ def on_rank_0_alone() -> str:
 
 def test_a_rank_that_cannot_come_is_named():
     """A planted mistake: the ranks compare in other groups, or one does not compare."""
-    for error in spawn(in_other_groups, world_size=2, output="none", timeout=60):
+    for error in spawn(in_other_groups, world_size=2, output="none"):
         assert error.startswith("DeadlockError: these wait for each other: rank 0 at ")
-    error, _ = spawn(on_rank_0_alone, world_size=2, output="none", timeout=60)
+    error, _ = spawn(on_rank_0_alone, world_size=2, output="none")
     assert error.startswith("DeadlockError: ranks [1] have returned")
