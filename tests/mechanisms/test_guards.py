@@ -434,7 +434,7 @@ def test_every_entry_of_the_table_is_what_comes_of_it_on_every_rank():
         for rung in rungs(strategy)
         if outcome(habit, strategy) != "-" and (habit != CATCHES or strategy == "ddp")
     ]
-    ranks = spawn(everything, pairs, world_size=2, output="none", timeout=120)
+    ranks = spawn(everything, pairs, world_size=2, output="none", timeout=240)
     for pair, *result in zip(pairs, *ranks, strict=True):
         wanted = outcome(pair[0], pair[2])
         for text in result:
@@ -444,7 +444,7 @@ def test_every_entry_of_the_table_is_what_comes_of_it_on_every_rank():
 
 def test_without_their_guards_they_are_wrong_in_silence():
     pairs = [(habit, rung, rung) for habit, rung in GUARDED]
-    ranks = spawn(everything, pairs, False, world_size=2, output="none", timeout=60)
+    ranks = spawn(everything, pairs, False, world_size=2, output="none")
     assert dict(zip(GUARDED, ranks[0], strict=True)) == GUARDED
 
 
@@ -465,7 +465,7 @@ def waits_at_the_end(strategy: str) -> str:
 def test_who_goes_on_alone_after_an_error_is_told(strategy):
     """By the strategy, on one rank at least, or by the end of the one that went on."""
     with pytest.raises(RankError) as caught:
-        spawn(waits_at_the_end, strategy, world_size=2, output="none", timeout=60)
+        spawn(waits_at_the_end, strategy, world_size=2, output="none")
     text, word = str(caught.value), outcome(CATCHES, strategy)
     results = {"refused": "refused: ", "waits": "[1] have returned"}
     assert HEARD.get(strategy, results.get(word)) in text, text
