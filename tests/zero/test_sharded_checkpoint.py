@@ -66,7 +66,7 @@ def dies_in_its_second_save(folder: str, in_place: bool) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_killed_while_saving_the_save_before_is_whole(tmp_path, in_place):
     args = str(tmp_path), in_place
-    spawn(dies_in_its_second_save, *args, world_size=2, check=False, timeout=60)
+    spawn(dies_in_its_second_save, *args, world_size=2, check=False)
     left_over = sorted(path.name[:9] for path in tmp_path.iterdir())
     found = spawn(load_and_save, str(tmp_path), world_size=2, output="none")
     assert (found == [[1.0], [1.0]]) != in_place  # in place it is a mixture
