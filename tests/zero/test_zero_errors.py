@@ -444,5 +444,5 @@ def test_other_things(three_ranks):
 
 
 three_ranks = launched(
-    3, refused, going_well, with_whole_tensors, other_things, in_training, timeout=120
+    3, refused, going_well, with_whole_tensors, other_things, in_training
 )
