@@ -331,6 +331,4 @@ def test_slices_of_larger_tensors_are_whole_on_all_ranks():
         assert rank == {"weight": True, "mask": True}
 
 
-eight_ranks = launched(
-    8, divided, norms, assembled, in_several_messages, both_own, timeout=120
-)
+eight_ranks = launched(8, divided, norms, assembled, in_several_messages, both_own)
