@@ -42,13 +42,18 @@ class SleepInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         time.sleep(SLEEP)
-        latest = time.monotonic() + LONGEST
-        while any(map(is_sending, active_logs())) and time.monotonic() < latest:
-            time.sleep(0.001)
+        wait_for_messages()
         now = time.perf_counter()
         for log in active_logs():
             log.add("slept", now, now)
         return gradient
+
+
+def wait_for_messages() -> None:
+    """Wait until all messages have ended that were launched while a log was open."""
+    latest = time.monotonic() + LONGEST
+    while any(map(is_sending, active_logs())) and time.monotonic() < latest:
+        time.sleep(0.001)
 
 
 def is_sending(log: EventLog) -> bool:
