@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 import weakref
 from fractions import Fraction
@@ -23,6 +24,7 @@ from pipeline_cases import (
 )
 from torch import nn
 
+from ddp_course.collectives.one_machine import has_ended
 from ddp_course.launch import RankError, calls, spawn
 from ddp_course.launch import rank as launched
 from ddp_course.measure import ByteMeter, EventLog, MemoryLog, SystemBytes, resident
@@ -181,7 +183,7 @@ def done_and_kept(m: int) -> dict:
 
 @pytest.mark.parametrize(("p", "m"), [(3, 5), (4, 2)])
 def test_ranks_do_what_the_schedule_says_and_keep_no_more(p, m):
-    results = spawn(done_and_kept, m, world_size=p, output="none", timeout=60)
+    results = spawn(done_and_kept, m, world_size=p, output="none")
     for name in SCHEDULES:
         assert all(rank[name][0] for rank in results), name
         peaks = [rank[name][1] for rank in results]
@@ -209,7 +211,7 @@ def peaks() -> dict[tuple[str, bool], int]:
 
 
 def test_bytes_of_activations_follow_the_schedule_and_recomputation():
-    first, last = spawn(peaks, world_size=2, output="none", timeout=60)
+    first, last = spawn(peaks, world_size=2, output="none")
     # The first rank keeps 8 microbatches or 2, the last one 8 or 1.
     assert 3 < first["gpipe", False] / first["1f1b", False] < 4.5
     assert 5 < last["gpipe", False] / last["1f1b", False] < 8.5
@@ -243,7 +245,7 @@ def waited(m: int) -> dict:
 def test_events_are_in_the_order_that_was_simulated_and_never_shorter():
     """How near the bubbles come, `ddp-course bench pp` measures on a quiet machine."""
     p, m = 3, 4
-    results = spawn(waited, m, world_size=p, output="none", timeout=60)
+    results = spawn(waited, m, world_size=p, output="none")
     for name in SCHEDULES:
         schedule, events = SCHEDULES[name](p, m), {}
         for rank, its in enumerate(results):
@@ -278,7 +280,7 @@ def on_a_virtual_clock() -> list:
 
 
 def test_with_real_compute_on_a_virtual_clock():
-    results = spawn(on_a_virtual_clock, world_size=4, output="none", timeout=60)
+    results = spawn(on_a_virtual_clock, world_size=4, output="none")
     share = bubble(event for events, _ in results for event in events)
     assert 0.2 < share < 0.8  # 3/7 where all stages take equally long
     messages = [report.total_messages for _, report in results]
@@ -289,14 +291,26 @@ def test_with_real_compute_on_a_virtual_clock():
 
 
 def first_stage_is_late(plant: bool) -> float:
-    """Let the first rank come to the loss when the last one has long returned."""
+    """Let the first rank come to the loss when the last one has long returned.
+
+    With the plant, when its process has ended.
+    """
     launched.STAY = 0.0  # as if the machine were much slower
     if plant:
         calls.finish = lambda: None
+    processes = [None, None]
+    dist.all_gather_object(processes, os.getpid())
     pipeline = PipelineParallel(untied(), "1f1b", 2)
     take_loss = pipeline._loss_of
+
+    def late(run):
+        time.sleep(0.5)
+        while plant and not has_ended(processes[1]):
+            time.sleep(0.01)
+        return take_loss(run)
+
     if dist.get_rank() == 0:
-        pipeline._loss_of = lambda run: (time.sleep(0.5), take_loss(run))[1]
+        pipeline._loss_of = late
     return pipeline.step(*batch(0)).item()
 
 
