@@ -66,7 +66,6 @@ def test_a_run_goes_on_in_a_pipeline_and_back_in_one_process():
         optimizer.state_dict(),
         world_size=2,
         output="none",
-        timeout=60,
     )
     steps(plain, optimizer, (2, 3))
     for found, found_optimizer in results:
@@ -169,7 +168,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_cannot_be_is_refused_on_all_ranks_in_the_same_words():
-    results = spawn(refusals, world_size=2, output="none", timeout=60)
+    results = spawn(refusals, world_size=2, output="none")
     assert results[0] == results[1]
     for case, words in {
         "name": "schedule is '2f2b'; it can be naive, gpipe, 1f1b",
@@ -283,7 +282,7 @@ def one_step(columns: int, loss_fn) -> None:
 )
 def test_what_fails_ends_all_ranks_and_is_named(columns, loss_fn, rank, message, cause):
     with pytest.raises(RankError) as failed:
-        spawn(one_step, columns, loss_fn, world_size=3, output="none", timeout=60)
+        spawn(one_step, columns, loss_fn, world_size=3, output="none")
     text = str(failed.value)
     assert text.startswith(f"rank {rank}: ")
     assert message in text and cause in text
@@ -318,7 +317,7 @@ def without_parameters() -> list[tuple]:
 
 def test_a_stage_may_have_no_parameters():
     p = 3
-    ranks = spawn(without_parameters, world_size=p, output="none", timeout=60)
+    ranks = spawn(without_parameters, world_size=p, output="none")
     for empty in range(p):
         plain = bare_stages(empty, p)
         optimizer = adamw(plain.parameters())
