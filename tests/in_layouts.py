@@ -34,7 +34,8 @@ def trained_in(layouts: Layouts, **curve: Any) -> dict[str, History]:
     for (ranks, backend), names in groupby(sorted(layouts, key=launch), key=launch):
         how = {"timeout": 240.0} | ({"backend": backend} if backend else {})
         options = {name: curve | layouts[name][1] for name in names}
-        runs |= spawn(run_all, options, world_size=ranks, output="none", **how)[0]
+        how |= {"world_size": ranks, "output": "none", "timeout": 250}
+        runs |= spawn(run_all, options, **how)[0]
     return runs
 
 
