@@ -92,7 +92,7 @@ def errors_of_a_step():
 
 def test_spawn_a_wrong_division_is_seen():
     ranks = spawn(errors_of_a_step, world_size=2, output="none")
-    assert max(rank[None] for rank in ranks) < 1e-6
+    assert max(rank[None] for rank in ranks) < 1e-5
     for plant in PLANTS:
         assert max(rank[plant.__name__] for rank in ranks) > 1e-4, plant
 
@@ -125,7 +125,7 @@ def test_spawn_logits_are_gathered_and_other_rows_are_refused():
         assert rank["error of logits"] < 1e-5
         assert "the tokens differ between the ranks. rank 0: " in rank["other rows"]
         assert "context-parallel group need the same batch" in rank["other rows"]
-        assert abs(rank["one position"]) < 1e-6
+        assert abs(rank["one position"]) < 1e-5
         assert "attention is 'sparse'; it can be ring, gathered" in rank["attention"]
         assert "group is 'ring'; it must be a process group" in rank["group"]
         assert "is context parallel already; divide it only once" in rank["twice"]
