@@ -297,7 +297,7 @@ def test_a_mean_may_have_any_memory_format():
 
 
 def test_hooks_are_pytorchs_and_mistakes_are_told():
-    both = spawn(job, world_size=2, output="none")
+    both = spawn(job, world_size=2, output="none", timeout=250)
     assert repr(both[0]) == repr(both[1])
     identical, far, beside, results, finite = both[0]
     assert not finite.pop("planted") and all(finite.values()), finite
