@@ -44,7 +44,8 @@ def job(folder: str) -> dict[str, tuple]:
 
 
 def test_it_goes_on_bit_for_bit_with_what_was_not_yet_sent(tmp_path):
-    first, second = spawn(job, str(tmp_path), world_size=2, output="none")
+    how = {"world_size": 2, "output": "none", "timeout": 250}
+    first, second = spawn(job, str(tmp_path), **how)
     assert first == second
     assert all(first.pop("seen"))
     (right,) = first.pop("as it is")
