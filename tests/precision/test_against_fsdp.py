@@ -147,7 +147,7 @@ def apart(a: dict, b: dict) -> float:
 @pytest.fixture(scope="module")
 def ranks() -> list[dict]:
     """What two ranks tell."""
-    return spawn(job, world_size=2, output="none")
+    return spawn(job, world_size=2, output="none", timeout=250)
 
 
 def test_in_bf16_it_is_fsdp2_with_its_policy_bit_by_bit(ranks):
