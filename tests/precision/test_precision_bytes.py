@@ -89,7 +89,7 @@ def formulas(stage: int) -> dict[str, tuple]:
 
 
 def test_kept_and_sent_are_the_formula_to_the_byte():
-    results = spawn(job, world_size=2, output="none")
+    results = spawn(job, world_size=2, output="none", timeout=250)
     for rank in results:
         for (strategy, name), measured in rank.items():
             stage = STRATEGIES.index(strategy)
