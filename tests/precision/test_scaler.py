@@ -263,7 +263,7 @@ def without_agreement() -> list[float]:
 
 
 def test_all_ranks_step_or_none():
-    ranks = spawn(all_steps, world_size=2, output="none")
+    ranks = spawn(all_steps, world_size=2, output="none", timeout=250)
     for strategy in LAYOUTS:
         for clean, poisoned in (result[strategy] for result in ranks):
             assert (clean["moved"], clean["factor"]) == (True, 1024.0), strategy
