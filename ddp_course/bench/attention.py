@@ -166,6 +166,7 @@ def waited_step(assignment: str, seconds: float) -> list[Event]:
         out = ring(*(x.requires_grad_() for x in qkv))
         recorder.op, slow.seconds = "backward", slow.seconds * BACKWARD
         out.backward(dout)
+        recorder.finish()
     return log.events
 
 

@@ -8,6 +8,7 @@ Four ranks on two cores slow each other down. `SleepingSteps` sleeps in proporti
 the pairs, which uses no core. Chapter 16.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -28,6 +29,7 @@ class RingRecorder:
     def __init__(self) -> None:
         self.op = "forward"
         self.since = 0.0  # time at which the last event ended
+        self.sends: list[threading.Event] = []  # set when the send's event is written
 
     def before_compute(self, ring: Ring, step: int, pairs: int) -> None:
         """Record the start of computing."""
@@ -44,16 +46,24 @@ class RingRecorder:
     def passed_on(self, ring: Ring, tensor: Tensor, handles: Sequence[Handle]) -> None:
         """Write an event when a slow line has carried the message."""
         logs, start, nbytes = active_logs(), time.perf_counter(), tensor.nbytes
+        written = threading.Event()
 
         def carried(_: object) -> None:
             for log in logs:
                 log.add(
                     "send", start, time.perf_counter(), nbytes, lane="communication"
                 )
+            written.set()
 
         for handle in handles:
             if hasattr(handle, "started"):  # the handle of a slow line
+                self.sends.append(written)
                 handle.started.add_done_callback(carried)
+
+    def finish(self) -> None:
+        """Wait for the events of all messages, which the line's thread writes."""
+        for written in self.sends:
+            written.wait()
 
     def _write(self, op: str, lane: str, **detail: int) -> None:
         start, self.since = self.since, time.perf_counter()
