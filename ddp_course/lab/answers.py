@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import os
 import re
 import signal
 import textwrap
@@ -27,6 +26,7 @@ import torch
 
 from ddp_course.launch import LaunchError, RankError, spawn, stacks
 from ddp_course.launch.packing import cell_labels
+from ddp_course.launch.parent import patient
 
 TIMEOUT = 20.0  # seconds for a call or a launch; `patient` adds more under load
 COURSE_FILES = ("ddp_course/lab/", "ddp_course/chapters/")  # not the reader's code
@@ -211,12 +211,6 @@ def _is_stub(error: str, where: str | None) -> bool:
     """Return whether a function failed because it is still the stub."""
     by_hand = where is None or "raise NotImplementedError" in where
     return error.startswith("NotImplementedError") and by_hand
-
-
-def patient(seconds: float) -> float:
-    """Return `seconds`, or more if the load is above 4 processes per core."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
-    return seconds * max(1, load / (4 * (os.cpu_count() or 1)))
 
 
 class _TooLong(BaseException):

@@ -26,7 +26,7 @@ from ddp_course.launch.reports import RankReport
 from ddp_course.launch.scratch import scratch_files
 from ddp_course.launch.transcript import Transcript
 
-GRACE = 0.7  # seconds after a failure in which other ranks can report theirs
+GRACE = 0.7  # seconds, `patient`, after a failure in which other ranks can report too
 LEAVE = 30.0  # seconds that ranks have to end after SIGTERM, as under torchrun
 TICK = 0.1  # most seconds between two looks at the clock and the stop button
 
@@ -148,7 +148,8 @@ class Launch:
                 forwarded, deadline = True, min(deadline, time.monotonic() + LEAVE)
                 self._signal_unfinished(signal.SIGTERM)
             if not failed and self._has_failed():
-                failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+                failed = True
+                deadline = min(deadline, time.monotonic() + patient(GRACE))
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -220,7 +221,7 @@ class Launch:
         if not unfinished:
             return
         self._signal_unfinished(signal.SIGUSR1)
-        deadline = time.monotonic() + 0.5
+        deadline = time.monotonic() + patient(0.5)
         received: list[int] = []
         while time.monotonic() < deadline:
             self._read_pipes(0.05)
@@ -247,7 +248,7 @@ class Launch:
                     break
         for rank in started:
             server.wait_for_end(rank.process, 5.0)
-        deadline = time.monotonic() + 0.5
+        deadline = time.monotonic() + patient(0.5)
         try:
             while any(r.streams for r in self.ranks) and time.monotonic() < deadline:
                 self._read_pipes(0.02)
@@ -278,6 +279,12 @@ class Launch:
             last_words = report.stderr.strip().splitlines()[-2:]
             report.error = f"{report.error}: {' '.join(map(str.strip, last_words))}"
         return report
+
+
+def patient(seconds: float) -> float:
+    """Return `seconds`, or more if the load is above 4 processes per core."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0
+    return seconds * max(1, load / (4 * (os.cpu_count() or 1)))
 
 
 def _describe_exit_code(code: int) -> str:

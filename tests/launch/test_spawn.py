@@ -252,7 +252,9 @@ def test_who_may_fail_ends_nobody_and_others_do():
     def dies(who):
         if dist.get_rank() in who:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(parent.GRACE + 0.3)  # whoever was ended for it would not come here
+        time.sleep(
+            parent.patient(parent.GRACE) + 0.3
+        )  # whoever was ended for it would not come here
         return dist.get_rank()
 
     first, killed, last = spawn(dies, [1], world_size=3, may_fail=[1])

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_course.lab.answers import patient
 from ddp_course.launch import RankReport, spawn
+from ddp_course.launch.parent import patient
 
 # ---- the hangs: the rank `odd` does not do the same as the others --------------------
 

@@ -18,8 +18,8 @@ import torch
 
 from ddp_course.chapters.ch19_failures import elastic_script
 from ddp_course.chapters.ch19_failures.elastic_script import train
-from ddp_course.lab.answers import patient
 from ddp_course.launch import spawn
+from ddp_course.launch.parent import patient
 from ddp_course.launch.rendezvous import loopback_interface
 
 # torchrun waits 30 s for more nodes, and 15 s before it believes that one is dead.
