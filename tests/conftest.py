@@ -1,6 +1,5 @@
 """Settings and order of all tests; helpers that find processes left behind."""
 
-import contextlib
 import json
 import os
 
@@ -50,7 +49,6 @@ def pytest_configure() -> None:
     from hypothesis import HealthCheck, settings
 
     torch.set_num_threads(1)
-    draw_the_same_in_any_order()
 
     # A shell's background jobs, and all their children, ignore Ctrl-C; undo that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -69,18 +67,6 @@ def kernel_manager() -> type:
     from ddp_course.commands.execute import OwnSockets
 
     return type("KernelOfATest", (OwnSockets, KernelManager), {})
-
-
-def draw_the_same_in_any_order() -> None:
-    """Let Hypothesis draw no numbers that stand in the modules imported so far.
-
-    It does so in one draw of forty. Which modules these are depends on the tests that a
-    process has run before, and so would the examples.
-    """
-    with contextlib.suppress(ImportError, AttributeError):  # another Hypothesis
-        from hypothesis.internal.conjecture import providers
-
-        providers._get_local_constants = providers.Constants
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
