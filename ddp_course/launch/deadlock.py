@@ -166,12 +166,11 @@ def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
     def exchange(value: object) -> list:
         nonlocal count
         count += 1
-        keys = [f"ddp_course/{name}/{count}/{r}" for r in ranks]
-        store.set(keys[ranks.index(rank)], repr(value))
+        keys = {r: f"ddp_course/{name}/{count}/{r}" for r in ranks}
+        store.set(keys[rank], repr(value))
 
         def missing() -> list[int]:
-            places = zip(ranks, keys, strict=True)
-            return [r for r, key in places if not store.check([key])]
+            return [r for r in ranks if not store.check([keys[r]])]
 
         while late := missing():
             try:
@@ -183,7 +182,7 @@ def exchange_by_store(name: str, watch: Watch) -> Callable[[object], list]:
         watch.end_wait()
         if count > 1:  # all ranks are in this exchange, so all have read the last
             store.delete_key(f"ddp_course/{name}/{count - 1}/{rank}")
-        return [ast.literal_eval(store.get(key).decode()) for key in keys]
+        return [ast.literal_eval(store.get(key).decode()) for key in keys.values()]
 
     return exchange
 

@@ -23,9 +23,7 @@ from ddp_course.collectives.meeting import meeting
 Group = dist.ProcessGroup | None
 
 # PyTorch 2.13 has renamed them.
-native_all_gather = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)
+native_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 native_reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
@@ -59,7 +57,7 @@ def all_gather_single(
     """
     if not input.is_cuda:
         compare_calls("all-gather", output, group)
-    return native_all_gather(output, input, group=group, async_op=async_op)
+    return native_gather(output, input, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(

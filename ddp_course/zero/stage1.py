@@ -36,13 +36,10 @@ from ddp_course.zero.shards import (
     shard_plan,
 )
 
-# PyTorch's own collectives. Both have other names before PyTorch 2.13.
-NATIVE = SimpleNamespace(
-    all_gather_single=getattr(dist, "all_gather_single", None)
-    or dist.all_gather_into_tensor,
-    reduce_scatter_single=getattr(dist, "reduce_scatter_single", None)
-    or dist.reduce_scatter_tensor,
-)
+# PyTorch's own collectives, which have other names before PyTorch 2.13.
+gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+NATIVE = SimpleNamespace(all_gather_single=gather, reduce_scatter_single=reduce)
 
 
 class Zero1(Optimizer):

@@ -252,9 +252,8 @@ def test_who_may_fail_ends_nobody_and_others_do():
     def dies(who):
         if dist.get_rank() in who:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(
-            parent.patient(parent.GRACE) + 0.3
-        )  # whoever was ended for it would not come here
+        # Whoever was ended for it would not come to its end.
+        time.sleep(parent.patient(parent.GRACE) + 0.3)
         return dist.get_rank()
 
     first, killed, last = spawn(dies, [1], world_size=3, may_fail=[1])

@@ -460,6 +460,13 @@ def _judge_run(
         f"found took {reference.seconds:.2f} s: {mine.seconds / reference.seconds:.1f} "
         "times as fast.",
     )
+    formula = capstone.foreseen(layout, cluster).seconds
+    expect(  # on a busy machine all layouts may be equally slow
+        formula <= SLOWER * best.seconds,
+        f"{where}: it fits, but a step should take {formula:.2f} s on a quiet machine, "
+        f"and one of the best layout found {best.seconds:.2f} s: "
+        f"{formula / best.seconds:.1f} times as fast.",
+    )
     # Other programs slow all layouts, or they have slowed `measured_delay` alone.
     busy = reference.seconds / best.seconds
     ratio = mine.seconds / seconds

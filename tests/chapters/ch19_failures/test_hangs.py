@@ -19,8 +19,10 @@ def examined(odd):
     for timeout in (3.0, 10.0):
         with contextlib.suppress(FileNotFoundError, LookupError, ValueError):
             found = examine_all(odd, timeout)
-            told = [my_diagnosis(each.calls, each.where) for each in found.values()]
-            if told == [(hang.__name__, odd) for hang in HANGS]:
+            diagnoses = [
+                my_diagnosis(each.calls, each.where) for each in found.values()
+            ]
+            if diagnoses == [(hang.__name__, odd) for hang in HANGS]:
                 return found
     return examine_all(odd, timeout=30.0)
 
