@@ -328,7 +328,6 @@ def crowd(size: int) -> list[Owner]:
     return friends
 
 
-@pytest.mark.timeout(10)
 def test_in_things_that_hold_each_other_the_culprit_is_found():
     loop = [1]
     loop.append(loop)
@@ -345,7 +344,6 @@ def test_in_things_that_hold_each_other_the_culprit_is_found():
             pack_value(value)
 
 
-@pytest.mark.timeout(10)
 def test_what_is_too_deep_to_be_sent_says_so():
     deep = []
     for _ in range(20_000):
