@@ -92,7 +92,7 @@ def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
     """Press stop, once or hammered, during start, run or end of `times` launches.
 
     Return how many were stopped, and the process ids of their ranks. Where ranks start
-    late, later stops follow until one is seen.
+    late, later stops of longer launches follow until one is seen.
     """
 
     def work(seconds):
@@ -113,7 +113,9 @@ def stops_at_random_moments(times: int) -> tuple[int, list[int]]:
         finger = threading.Thread(target=press, args=how)
         finger.start()
         try:
-            spawn(work, dice.choice([0.02, 60]), world_size=2, output="none", timeout=2)
+            seconds = dice.choice([0.02, 60]) if times >= 0 else 60
+            limits = {"world_size": 2, "output": "none", "timeout": 10 * latest}
+            spawn(work, seconds, **limits)
         except RankInterrupted as stop:
             stopped += 1
             pids += [int(word) for r in stop.reports for word in r.output.split()]
@@ -210,12 +212,12 @@ def test_of_a_rank_killed_inside_a_collective_the_others_hear_at_once(
     for moment in (0.1, 0.5, 0.9) if ENDURANCE else (0.5,):
         results = tmp_path / "killed"
         call = killed_inside, name, moment, str(results)
-        reports = spawn(*call, world_size=N, output="none", check=False, timeout=60)
+        reports = spawn(*call, world_size=N, output="none", check=False, timeout=300)
         late = time.time() - float(results.read_text())
         assert reports[1].status == "killed", reports
         assert reports[0].status in ("raised", "unfinished"), reports
         record_property(f"killed at {moment}, heard after s", round(late, 2))
-        assert late < 20  # not the 60 of the launch; 2 on a machine that is free
+        assert late < 100  # not the 300 of the launch; 2 on a machine that is free
 
 
 # ---- large tensors -------------------------------------------------------------------
