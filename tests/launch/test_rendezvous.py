@@ -46,19 +46,27 @@ class Mortal(dist.Store):
         super().__init__()
         self.real = store
         self.killed = threading.Event()
+        self.acted = threading.Event()  # its first call of the store has returned
 
     def set(self, key, value):
         self.alive()
         self.real.set(key, value)
+        self.acted.set()
 
     def get(self, key):
-        while not self.check([key]):
+        while not self.check([key], first=False):
+            self.acted.set()
             time.sleep(0.001)
-        return self.real.get(key)
+        value = self.real.get(key)
+        self.acted.set()
+        return value
 
-    def check(self, keys):
+    def check(self, keys, first=True):
         self.alive()
-        return self.real.check(keys)
+        known = self.real.check(keys)
+        if first:
+            self.acted.set()
+        return known
 
     def alive(self):
         if self.killed.is_set():
@@ -85,17 +93,18 @@ def attempt(agree, store, world_size, order, number, patience=60.0) -> str:
                 part.get(f"address/{peer}").decode() for peer in range(world_size)
             ]
 
-    ranks = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in order]
-    for thread in ranks:
-        thread.start()
-        time.sleep(0.002)
+    ranks = []
+    for rank in order:
+        ranks.append(threading.Thread(target=live, args=(rank,), daemon=True))
+        ranks[-1].start()
+        mortals[rank].acted.wait(60)
     deadline = time.monotonic() + (patience if complete else 0.03)
     for thread in ranks:
         thread.join(max(0.0, deadline - time.monotonic()))
     for mortal in mortals.values():
         mortal.killed.set()
     for thread in ranks:
-        thread.join(5)
+        thread.join(60)
     if any(thread.is_alive() for thread in ranks):
         return f"attempt {number}: a rank that was killed goes on"
     met = [f"attempt {number}"] * world_size
@@ -157,7 +166,8 @@ def test_whatever_happened_before_all_ranks_agree(history):
 
 def test_a_rank_0_that_never_comes_is_named():
     short = {"timeout": timedelta(seconds=0.1)}
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, **short)
+    patient = timedelta(seconds=60)  # for its own connection
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=patient)
     with pytest.raises(TimeoutError, match="^rank 0 did not come to the rendezvous"):
         agreed_store(store, 1, 2, **short)
 
