@@ -1,6 +1,7 @@
 """A thread writes what training has copied: nothing mixed, nothing silent."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,10 +107,12 @@ def test_a_run_saved_while_it_goes_on_resumes_bit_for_bit(tmp_path):
 
 
 def writes_what_it_trains(self, state, *args):
-    """The plant: no copy. The thread begins when the next step has been taken."""
+    """The plant: no copy. It is written when the next step has been taken.
+
+    Then somebody waits for it: the next save, or the end of training.
+    """
     self.wait()
-    self._thread = threading.Timer(0.5, self._run, (state, *args))
-    self._thread.start()
+    self._thread = SimpleNamespace(join=lambda: self._run(state, *args))
 
 
 def test_a_checkpoint_without_a_snapshot_is_caught(tmp_path, monkeypatch):
