@@ -6,13 +6,15 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import wait_until_gone
 from memory_cases import exchange, mappings
 from on_ranks import error_of
 
@@ -66,11 +68,12 @@ def memory_faults() -> list[str]:
     barrier.wait()
     seen = table.tolist()
     barrier.wait()
+    named = set(os.listdir("/dev/shm")) - names  # noqa: PTH208
     facts = {
         "clean": clean and len(set(exchange(container()))) == 1,
         "aligned": table.data_ptr() % 4096 == 0,
         "seen": seen == list(range(1, size + 1)),
-        "no name": set(os.listdir("/dev/shm")) <= names,  # noqa: PTH208
+        "no name": wait_until_gone(named, "/dev/shm") == set(),
         "no file": open_files() == [],
         "count": barrier.count == 3 and barrier.turn == 1,
         "mapped": mappings() == 2,
@@ -186,14 +189,17 @@ def wrong_meetings(kind: type[Barrier], rounds: int = 300) -> int:
     return wrong
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("world_size", [1, 5])
 def test_memory_barriers_and_meetings_are_as_promised(world_size, no_leftovers):
     def faults():
         return memory_faults(), early_ranks(Barrier), wrong_meetings(Barrier)
 
-    assert spawn(faults, world_size=world_size) == [([], 0, 0)] * world_size
+    results = spawn(faults, world_size=world_size, timeout=400)
+    assert results == [([], 0, 0)] * world_size
 
 
+@pytest.mark.timeout(500)
 def test_planted_barriers_and_meetings_are_seen_and_a_rank_can_sleep_at_one():
     def planted():
         early = map(early_ranks, (Absent, OneRound))
@@ -201,16 +207,28 @@ def test_planted_barriers_and_meetings_are_seen_and_a_rank_can_sleep_at_one():
         module.SPINS = 0
         return faults, early_ranks(Barrier, 30)
 
-    results = spawn(planted, world_size=4)
+    results = spawn(planted, world_size=4, timeout=400)
     assert all(map(sum, zip(*(faults for faults, _ in results), strict=True))), results
     assert not any(asleep for _, asleep in results)
 
 
 def late(absent: list[int]) -> tuple[str, str]:
-    """On every rank: wait in vain for some; return what that says, and once more."""
-    barrier = shared(timeout=0.7)
+    """On every rank: wait in vain for some; return what that says, and once more.
+
+    Ranks of a busy machine come one by one: no clock goes on before all others came.
+    """
+    barrier = shared()
     barrier.wait()
-    first = "absent" if barrier.rank in absent else error_of(barrier.wait)
+    barrier.timeout, start = 0.7, time.monotonic()
+    others = [rank for rank in range(barrier.size) if rank not in absent]
+
+    def monotonic() -> float:
+        came = all(barrier._arrived[rank] == 2 for rank in others)
+        return time.monotonic() if came else start
+
+    clock = SimpleNamespace(monotonic=monotonic, time_ns=time.time_ns)
+    with patch.object(module, "time", clock):
+        first = "absent" if barrier.rank in absent else error_of(barrier.wait)
     dist.barrier()
     return first, "" if barrier.rank in absent else error_of(barrier.wait)
 
@@ -253,14 +271,18 @@ def test_who_does_not_arrive_is_named_and_who_fails_keeps_nobody_waiting():
 
 
 def interrupted() -> str:
-    """On both ranks: rank 0 waits and is interrupted."""
+    """On both ranks: rank 0 waits, and rank 1 interrupts it."""
     barrier = shared(timeout=3600.0)
+    pids = exchange(os.getpid())
     if barrier.rank == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         error = error_of(barrier.wait)
         dist.barrier()
         return error
+    while not barrier._arrived[0]:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(pids[0], signal.SIGINT)
     dist.barrier()
     barrier.wait()  # rank 0 had told that it came to this one
     return error_of(barrier.wait)
