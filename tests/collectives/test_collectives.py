@@ -210,7 +210,7 @@ def with_equal_parts() -> list[str]:
 
 
 def test_parts_of_ignored_sizes_are_seen():
-    results = spawn(with_equal_parts, world_size=3, output="none")
+    results = spawn(with_equal_parts, world_size=3, output="none", timeout=240)
     assert {mistake.split()[0] for wrong in results for mistake in wrong} == {
         "all_to_all"
     }
@@ -245,9 +245,11 @@ def wrong_anywhere(n: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("n", WORLD_SIZES)
 def test_all_collectives_equal_pytorchs(n):
-    assert spawn(wrong_anywhere, n, world_size=n, output="none") == [[]] * n
+    how = {"world_size": n, "output": "none", "timeout": 840}
+    assert spawn(wrong_anywhere, n, **how) == [[]] * n
 
 
 def roots_are_ranks_of_the_group() -> list[str]:
@@ -257,7 +259,8 @@ def roots_are_ranks_of_the_group() -> list[str]:
 
 
 def test_a_root_taken_for_a_rank_of_the_group_is_seen():
-    results = spawn(roots_are_ranks_of_the_group, world_size=5, output="none")
+    how = {"world_size": 5, "output": "none", "timeout": 280}
+    results = spawn(roots_are_ranks_of_the_group, **how)
     names = {mistake.split()[0] for wrong in results for mistake in wrong}
     assert names == {"broadcast", "reduce", "scatter", "gather"}
 
