@@ -115,9 +115,11 @@ CASES = [  # every length, and every type: pieces have 125 numbers, or 250
 ]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("nnodes", "nproc"), [(1, 3), (2, 2)])
 def test_all_reduces_in_pieces_give_the_exact_sums_and_the_bits_of_steps(nnodes, nproc):
     shape = {"nnodes": nnodes, "nproc_per_node": nproc, "output": "none"}
+    shape["timeout"] = 840
     wrong = spawn(lambda: wrong_sums(CASES) + bits_that_differ(), **shape)
     assert wrong == [[]] * (nnodes * nproc)
 
