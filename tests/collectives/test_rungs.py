@@ -84,7 +84,7 @@ def all_of_it() -> tuple[list[str], list[str], list[bool]]:
 
 @pytest.mark.parametrize("n", [2, 5])  # and one, two and three, in groups
 def test_each_rung_gives_the_bits_and_sends_the_messages_of_the_full_one(n):
-    results = spawn(all_of_it, world_size=n, output="none")
+    results = spawn(all_of_it, world_size=n, output="none", timeout=280)
     assert results == [([], [], [True] * 4)] * n
 
 
