@@ -145,6 +145,7 @@ def compare(numels, dtypes, ops=(ReduceOp.SUM,), make=numbers) -> list[str]:
     return wrong
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_what_all_ranks_get_is_right(n):
     slab = SLOT // 4
@@ -159,7 +160,7 @@ def test_what_all_ranks_get_is_right(n):
             results += compare([1009, 40_009], FLOATS, ROUGH_OPS, rough)
         return results
 
-    assert spawn(wrong, world_size=n) == [[]] * n
+    assert spawn(wrong, world_size=n, timeout=400) == [[]] * n
 
 
 # ---- races -------------------------------------------------------------------------
@@ -217,8 +218,9 @@ def races(rounds: int, barrier=Barrier, kind=Staging) -> int:
     return wrong
 
 
+@pytest.mark.timeout(500)
 def test_calls_back_to_back_do_not_disturb_each_other():
-    assert sum(spawn(races, 200, world_size=5)) == 0
+    assert sum(spawn(races, 200, world_size=5, timeout=400)) == 0
 
 
 def own_first(inputs, op, out):
@@ -237,8 +239,10 @@ def planted() -> tuple[list[str], list[str], list[int]]:
     return sums, order, [races(200, *kind) for kind in kinds]
 
 
+@pytest.mark.timeout(500)
 def test_planted_mistakes_are_seen():
-    sums, order, raced = zip(*spawn(planted, world_size=3), strict=True)
+    results = spawn(planted, world_size=3, timeout=400)
+    sums, order, raced = zip(*results, strict=True)
     assert [len(wrong) for wrong in sums] == [2] * 3
     assert all(len(wrong) > 12 for wrong in order[1:])
     assert all(map(sum, zip(*raced, strict=True))), raced
