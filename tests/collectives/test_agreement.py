@@ -151,7 +151,8 @@ def wrong_groups() -> list[str]:
 
 
 def test_every_rank_raises_the_same_clear_error_and_sends_nothing():
-    both = spawn(lambda: (try_all(), wrong_groups()), world_size=3, output="none")
+    how = {"world_size": 3, "output": "none", "timeout": 240}
+    both = spawn(lambda: (try_all(), wrong_groups()), **how)
     results, of_groups = zip(*both, strict=True)
     assert [errors[0] for errors in of_groups[:2]] == ["no error"] * 2
     assert "rank 2 is no member of this group" in of_groups[2][0]
@@ -228,7 +229,7 @@ def test_ranks_in_different_groups_are_told_and_do_not_hang(first):
         mine = None if dist.get_rank() else pair
         return error_of(lambda: ring_all_reduce(torch.zeros(4), group=mine))
 
-    for result in spawn(different_groups, world_size=2, output="none", timeout=30):
+    for result in spawn(different_groups, world_size=2, output="none"):
         assert result.startswith("DeadlockError: these wait for each other: rank 0 at ")
         assert "in the group of ranks [0, 1]; rank 1 at" in result
 
