@@ -3,7 +3,8 @@
 Rank 0 calls a collective of one group, rank 1 one of another group: each waits for the
 other, and neither group can notice that by itself. So a rank that has waited for two
 seconds writes into the job's store in which call it waits, and for which ranks; then it
-follows the entries of those ranks. If these lead back to the rank, none can go on.
+follows the entries of those ranks. If these lead back to the rank, and all ranks on the
+way write once more that they wait, none can go on.
 
 Only waits of this course's code are watched, on the CPU. A collective of PyTorch waits
 until its backend's timeout (gloo 30 minutes, NCCL 10); over NCCL only the GPU's stream
@@ -51,7 +52,8 @@ class Watch:
     busy: Callable[[], bool] = lambda: False
     doing: str = "its first collective"
     since: float | None = None
-    seen: list[str] = field(default_factory=list)
+    looks: int = 0  # how often this rank has asked why it waits
+    seen: dict[str, dict] = field(default_factory=dict)  # a circle, as first found
     failed: str = ""  # why this rank is not where others wait for it
 
     def __call__(self, late: Sequence[int]) -> None:
@@ -72,47 +74,52 @@ class Watch:
                 raise DeadlockError(EACH_OTHER + "; ".join(circle))
             why = f"ranks {returned} have returned, and call no further collective"
             raise DeadlockError(f"{why}; every rank of the group must make this call")
+        self.looks += 1
         own = {"group": self.ranks, "late": list(late), "doing": self.doing}
-        self._write_entry(own)
-        circle = self._find_circle(list(late))
-        # The same circle twice: no rank has gone on between two checks.
-        if circle and circle == self.seen:
-            self._write_entry({**own, "circle": circle})
-            raise DeadlockError(EACH_OTHER + "; ".join(circle))
-        self.seen = circle
+        self._write_entry({**own, "look": self.looks})
+        found = self._find_circle(list(late))
+        if found.keys() != self.seen.keys():
+            self.seen = found
+        # Who has not asked again may have been served, and have had no turn since.
+        elif found and all(
+            "circle" in e or e != self.seen[n] for n, e in found.items()
+        ):
+            self._write_entry({**own, "circle": [*found]})
+            raise DeadlockError(EACH_OTHER + "; ".join(found))
 
     def end_wait(self) -> None:
         """Record that the wait has ended."""
         if self.is_long():
             self._write_entry({})
-        self.since, self.seen, self.failed = None, [], ""
+        self.since, self.seen, self.failed = None, {}, ""
 
     def is_long(self) -> bool:
         """Return whether this rank has been waiting for `PATIENCE` seconds."""
         return self.since is not None and time.monotonic() - self.since >= PATIENCE
 
     def _write_entry(self, entry: dict) -> None:
-        self.store.set(_key(self.rank), repr(entry))
+        self.store.set(entry_key(self.rank), repr(entry))
 
-    def _find_circle(self, late: list[int]) -> list[str]:
-        """Follow the waits from this rank; return the ranks of a circle, in words."""
+    def _find_circle(self, late: list[int]) -> dict[str, dict]:
+        """Follow the waits from this rank; return a circle: {rank in words: entry}."""
         entries: dict[int, dict] = {}
         paths = [[self.rank, peer] for peer in late]
         while paths:
             path = paths.pop(0)
             if path[-1] == self.rank:
-                return [_in_words(rank, entries[rank]) for rank in sorted(set(path))]
+                ranks = sorted(set(path))
+                return {_in_words(rank, entries[rank]): entries[rank] for rank in ranks}
             for rank in (self.rank, path[-1]):
                 if rank not in entries:
                     entries[rank] = self._entry_of(rank)
             following = entries[path[-1]].get("late", [])
             paths += [[*path, r] for r in following if r not in path[1:]]
-        return []
+        return {}
 
     def _entry_of(self, rank: int) -> dict:
-        if not self.store.check([_key(rank)]):
+        if not self.store.check([entry_key(rank)]):
             return {}
-        return ast.literal_eval(self.store.get(_key(rank)).decode())
+        return ast.literal_eval(self.store.get(entry_key(rank)).decode())
 
 
 def default_store() -> dist.Store:
@@ -138,15 +145,8 @@ def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def announce_return() -> None:
-    """Announce to waiting peers that this rank calls no further collective."""
-    if dist.is_initialized():
-        store, key = default_store(), _key(dist.get_rank())
-        last = ast.literal_eval(store.get(key).decode()) if store.check([key]) else {}
-        store.set(key, repr({"returned": True, "circle": last.get("circle", [])}))
-
-
-def _key(rank: int) -> str:
+def entry_key(rank: int) -> str:
+    """Return the key under which a rank's entry is stored."""
     return f"ddp_course/waits/{rank}"
 
 

@@ -3,6 +3,7 @@
 Each step is a function of a few lines.
 """
 
+import ast
 import contextlib
 import ctypes
 import datetime
@@ -27,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ddp_course.launch import calls, lines, rendezvous, stacks, strict
-from ddp_course.launch.deadlock import announce_return
+from ddp_course.launch.deadlock import default_store, entry_key
 from ddp_course.launch.packing import pack_value, unpack_call
 from ddp_course.launch.scratch import NamedFile, OpenFile
 from ddp_course.launch.topology import here
@@ -87,6 +88,14 @@ def main(orders: Orders, pipes: Pipes) -> None:
         calls.finish()
         time.sleep(STAY)  # usually the launcher kills this process here
     os._exit(0)  # at once: the peers of a failed rank notice that it has gone
+
+
+def announce_return() -> None:
+    """Announce to waiting peers that this rank calls no further collective."""
+    if dist.is_initialized():
+        store, key = default_store(), entry_key(dist.get_rank())
+        last = ast.literal_eval(store.get(key).decode()) if store.check([key]) else {}
+        store.set(key, repr({"returned": True, "circle": last.get("circle", [])}))
 
 
 def _flush() -> None:

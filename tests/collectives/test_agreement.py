@@ -248,7 +248,12 @@ def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
 
     assert [look(r) for r in (0, 1, 0, 1, 0)] == [""] * 5  # 2 may still come
     assert look(2) == ""  # seen once
+    assert look(2) == ""  # 0 and 1 have not asked again: each may have been served
+    assert look(0) == ""
+    assert look(2) == ""  # 1 may still go on
+    assert look(1) == ""
     assert "rank 0" in look(2) and "rank 1" in look(2)
+    assert "rank 2" in look(0)  # which asks no more, as it is certain
     watches[1].end_wait()  # 1 goes on, so nobody is stuck
     assert [look(r) for r in (0, 2, 0, 2)] == [""] * 4
 
