@@ -80,7 +80,7 @@ class Watch:
         found = self._find_circle(list(late))
         if found.keys() != self.seen.keys():
             self.seen = found
-        # Who has not asked again may have been served, and have had no turn since.
+        # A rank that has not asked again may have been served, but not scheduled since.
         elif found and all(
             "circle" in e or e != self.seen[n] for n, e in found.items()
         ):

@@ -26,7 +26,7 @@ from ddp_course.launch.reports import RankReport
 from ddp_course.launch.scratch import scratch_files
 from ddp_course.launch.transcript import Transcript
 
-GRACE = 0.7  # seconds, `patient`, after a failure in which other ranks can report too
+GRACE = 0.7  # seconds for reports after a failure; `patient` adds more under load
 LEAVE = 30.0  # seconds that ranks have to end after SIGTERM, as under torchrun
 TICK = 0.1  # most seconds between two looks at the clock and the stop button
 

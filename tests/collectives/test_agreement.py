@@ -254,6 +254,9 @@ def test_a_circle_of_three_is_found_and_a_late_rank_is_none():
     assert look(1) == ""
     assert "rank 0" in look(2) and "rank 1" in look(2)
     assert "rank 2" in look(0)  # which asks no more, as it is certain
+    watches[1] = Watch(store, [0, 1, 2], 1)  # a rank that finds only certain ones
+    assert look(1) == ""
+    assert "rank 0" in look(1)
     watches[1].end_wait()  # 1 goes on, so nobody is stuck
     assert [look(r) for r in (0, 2, 0, 2)] == [""] * 4
 

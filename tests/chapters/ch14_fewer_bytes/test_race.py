@@ -47,6 +47,19 @@ def test_all_is_stored_and_bytes_are_those_of_the_formulas():
     assert share["fp16"] == 1 / 2 and share["diloco"] == 1 / 8
 
 
+def test_a_compressor_is_timed_when_it_compresses(monkeypatch):
+    clock, rounds = [0.0], []
+
+    def play(ranks, gradients):
+        rounds.append(ranks)
+        clock[0] += 1.0 if len(rounds) <= 2 else 5.0  # the first two are sent in full
+
+    monkeypatch.setattr(race, "play", play)
+    monkeypatch.setattr(race.time, "process_time", lambda: clock[0])
+    took = race.cpu_seconds("powersgd:1, start=2", TINY, turns=3)
+    assert took["encode"] == 5.0 / race.RANKS
+
+
 def test_the_training_table():
     table = race.table()
     for name in ("fp16", "int8"):
