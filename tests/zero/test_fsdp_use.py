@@ -48,21 +48,6 @@ def gradients(sharded: nn.Module) -> dict[str, torch.Tensor]:
     return got
 
 
-def buffer_of_first_rank() -> list[float]:
-    """On every rank: a buffer that is a slice, and differed between the ranks."""
-    model, whole = (
-        nn.Linear(2, 2),
-        torch.arange(12.0).view(3, 4) + 100 * dist.get_rank(),
-    )
-    model.register_buffer("mask", whole[:, :2])
-    return Ours(model).module.mask.flatten().tolist()
-
-
-def test_a_buffer_that_is_a_slice_is_the_first_ranks():
-    both = spawn(buffer_of_first_rank, world_size=2, output="none")
-    assert both == [[0, 1, 4, 5, 8, 9]] * 2
-
-
 # ---- several forwards and backwards, none, and parts ---------------------------------
 
 
