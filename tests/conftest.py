@@ -90,19 +90,11 @@ def file_of(item: pytest.Item) -> str:
     return item.nodeid.split("::")[0]
 
 
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run cheap tests before costly ones, and the notebooks last, the longest first.
 
-    So no long notebook begins when all others have ended. If tests run in several
-    processes, a test that fails is tried again: its ranks may have stood still for
-    seconds. pytest lists it as RERUN at the end. Cells of notebooks are not repeated.
+    So no long notebook begins when all others have ended.
     """
-    if hasattr(config, "workerinput"):  # this is one of several processes
-        for item in items:
-            if ".ipynb::" not in item.nodeid:
-                item.add_marker(pytest.mark.flaky(reruns=1))
     cells = Counter(file_of(item) for item in items if ".ipynb::" in item.nodeid)
 
     def cost(item: pytest.Item) -> tuple[bool, int, int, bool]:
