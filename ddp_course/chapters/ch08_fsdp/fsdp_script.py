@@ -4,10 +4,14 @@ torchrun --nproc-per-node 4 fsdp_script.py --epochs 3 --checkpoints run
 
 It needs only PyTorch. Replace `build_model`, `first_numbers` and `build_data` by your
 own functions. No rank ever has the whole model or the whole checkpoint.
+
+It ends without Python's own cleaning up: finish a logger, or what else would wait for
+`atexit`, at the end of `main`.
 """
 
 import argparse
 import os
+import sys
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +39,7 @@ def main() -> None:
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     try:
         train(device, args.epochs, args.batch_size, args.checkpoints)
+        dist.barrier()  # no rank leaves while another may still need it
     finally:
         dist.destroy_process_group()
 
@@ -154,3 +159,5 @@ def build_data(rows: int = 320) -> Dataset:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may outlive the group and abort a normal exit
