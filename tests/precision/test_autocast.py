@@ -98,7 +98,13 @@ def test_every_function_computes_in_pytorchs_type(name):
     recurrent = name in ("lstm", "rnn_tanh", "rnn_relu")
     for dtype in TYPES[:1] if recurrent else TYPES:  # no kernel of the CPU for float16
         for dtype_in in (torch.float32, dtype):
-            ours, theirs = in_both(CALLS[name], dtype, dtype_in)
+            try:
+                ours, theirs = in_both(CALLS[name], dtype, dtype_in)
+            except RuntimeError as error:  # torch.autocast has no LSTM without AVX-512
+                assert name == "lstm" and "primitive descriptor" in str(error)
+                with Autocast(dtype):
+                    assert CALLS[name](X.to(dtype_in)).dtype is dtype
+                continue
             assert ours.dtype == theirs.dtype, (dtype, dtype_in)
             assert torch.equal(ours, theirs)
 
