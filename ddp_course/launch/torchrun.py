@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before a group exists: its functions' defaults keep it
+import torch.distributed.nn  # early: later, its defaults would keep the group
 
 from ddp_course.launch.rendezvous import loopback_interface, store_of_torchrun
 from ddp_course.launch.reports import RankReport

@@ -24,7 +24,7 @@ def look():
 atexit.register(look)
 """
 RUN = "sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-# As if nothing had imported it before the group: its defaults are the group of then.
+# As if the module were imported only when the group exists, which its defaults keep.
 LATE = """
 import ddp_course.launch.torchrun
 del sys.modules["torch.distributed.nn.functional"], sys.modules["torch.distributed.nn"]
@@ -57,6 +57,24 @@ def test_a_script_without_its_last_line_is_caught(script, tmp_path):
     assert source.count(last) == 1
     (tmp_path / "plant.py").write_text(source.replace(last, "    pass"))
     assert exit_code(tmp_path, "plant.py", *WORDS[script]) == CAUGHT
+
+
+def fails(folder, source, words) -> bool:
+    """Run a script that finds a file without sense where it looks for a checkpoint."""
+    (folder / "script.py").write_text(source)
+    (folder / "run").write_text("no checkpoint")  # fsdp_script looks for a folder
+    (folder / "run.pt").write_text("no checkpoint")
+    return exit_code(folder, "script.py", *words) != 0
+
+
+@pytest.mark.parametrize("script", [ddp_script, fsdp_script])
+def test_a_script_that_fails_says_so_and_one_that_hides_it_is_caught(script, tmp_path):
+    source = Path(script.__file__).read_text()
+    before, after = "    main()\n    sys.stdout.flush()\n", "    try:\n        main()\n"
+    assert source.count(before) == 1
+    hidden = source.replace(before, after + "    finally:\n    ")
+    assert fails(tmp_path, source, WORDS[script])
+    assert not fails(tmp_path, hidden, WORDS[script])
 
 
 def test_a_group_that_defaults_hold_is_caught(tmp_path):

@@ -103,8 +103,8 @@ def test_every_function_computes_in_pytorchs_type(name):
             except RuntimeError as error:  # torch.autocast has no LSTM without AVX-512
                 assert name == "lstm" and "primitive descriptor" in str(error)
                 with Autocast(dtype):
-                    assert CALLS[name](X.to(dtype_in)).dtype is dtype
-                continue
+                    ours = CALLS[name](X.to(dtype_in))
+                theirs = CALLS[name](X.to(dtype))  # the layer itself in the lower type
             assert ours.dtype == theirs.dtype, (dtype, dtype_in)
             assert torch.equal(ours, theirs)
 

@@ -4,8 +4,8 @@ torchrun --nproc-per-node 4 ddp_script.py --epochs 3 --checkpoint run.pt
 
 It needs only PyTorch. Replace `build_model` and `build_data` by your own functions.
 
-It ends without Python's own cleaning up: finish a logger, or what else would wait for
-`atexit`, at the end of `main`.
+It ends with `os._exit`, so functions registered with `atexit` are not called: close a
+logger, for example, at the end of `main`.
 """
 
 import argparse

@@ -5,8 +5,8 @@ torchrun --nproc-per-node 4 fsdp_script.py --epochs 3 --checkpoints run
 It needs only PyTorch. Replace `build_model`, `first_numbers` and `build_data` by your
 own functions. No rank ever has the whole model or the whole checkpoint.
 
-It ends without Python's own cleaning up: finish a logger, or what else would wait for
-`atexit`, at the end of `main`.
+It ends with `os._exit`, so functions registered with `atexit` are not called: close a
+logger, for example, at the end of `main`.
 """
 
 import argparse
